@@ -1,0 +1,147 @@
+"""What every kernel backend offers; ``reference`` is the definition, the others must agree.
+
+Arenas
+    ``FullArena``: ``keys`` and ``values`` ``[num_full_slots, num_kv_heads, W, head_dim]``
+    in the model's dtype (bfloat16 or float16), keys after RoPE.
+    ``coded``: uint8 ``[num_coded_slots, num_kv_heads, record_bytes]`` (see ``layout``).
+
+Views
+    What one request sees of one layer is a *window list*: the indices of its FULL
+    windows, then, growing from the far end, those of its coded windows. Index ``w``
+    stands for the tokens ``[w * W, (w + 1) * W)`` of that request. The slot of a window
+    is found through its page: ``full_slot[page_table[row, w]]``.
+
+Invariance
+    The result for a request is bit for bit the same whatever else is in the batch,
+    however many threads run, and wherever chunk boundaries fall: partial results are
+    made over fixed blocks of a request's own lists and merged in list order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.rope import RotaryTable
+
+__all__ = ["AttentionKernels", "FullArena", "LayerView"]
+
+
+@dataclass(frozen=True)
+class FullArena:
+    """Storage of FULL windows: ``keys`` and ``values`` ``[slots, Hkv, W, D]``."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """The views of all rows in one layer, as int32 tensors on the KV device.
+
+    page_table: ``[rows, N]``, the page of window ``w`` of a row (shared by all layers).
+    full_slot, coded_slot: ``[pages]``, slot of a page in this layer, -1 where it has none.
+    windows: ``[rows, N]``; the first ``num_full[row]`` entries are FULL windows, the last
+        ``num_coded[row]`` entries are coded windows (in order from the end: entry
+        ``N - 1 - j`` is the ``j``-th).
+    num_full, num_coded: ``[rows]``.
+    """
+
+    page_table: torch.Tensor
+    full_slot: torch.Tensor
+    coded_slot: torch.Tensor
+    windows: torch.Tensor
+    num_full: torch.Tensor
+    num_coded: torch.Tensor
+
+
+class AttentionKernels(Protocol):
+    """One backend, made for one geometry and one rotary table."""
+
+    geometry: WindowGeometry
+    rotary: RotaryTable
+
+    def quantize(
+        self,
+        full: FullArena,
+        coded: torch.Tensor,
+        full_slots: torch.Tensor,
+        coded_slots: torch.Tensor,
+        windows: torch.Tensor,
+    ) -> int:
+        """Write the codes of FULL windows.
+
+        ``full_slots``, ``coded_slots``, ``windows``: int32 ``[n]``, source slot, target
+        slot and window index (for un-rotation at ``window * W + i``); an entry with a
+        negative source is skipped. Keys are un-rotated in float32, then quantised per
+        channel; values are quantised per token.
+
+        Returns the number of windows that hold NaN or infinity; their records decode
+        to NaN (garbage in one request stays in that request).
+        """
+        ...
+
+    def dequantize(
+        self,
+        full: FullArena,
+        coded: torch.Tensor,
+        full_slots: torch.Tensor,
+        coded_slots: torch.Tensor,
+        windows: torch.Tensor,
+    ) -> None:
+        """Rebuild FULL windows from codes; the arguments are those of ``quantize``.
+
+        Entries with a negative ``full_slots`` are skipped. Keys are rotated again.
+        """
+        ...
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+    ) -> None:
+        """Attention of one new token per request over its FULL and coded windows.
+
+        ``query``, ``out``: ``[B, Hq, D]``, query after RoPE, model dtype (inputs may be
+        strided in the first dimension). ``rows``: int64 ``[B]``; ``seq_lens``: int64 or
+        int32 ``[B]``, tokens of the request, the new one included: a window's tokens at or
+        past ``seq_lens`` are masked. A request of ``seq_lens`` 0 gives zeros.
+        ``scores``: float32 ``[rows, N]`` of this layer or None;
+        ``scores[row, w] += mean over query heads of the attention mass of window w``.
+        """
+        ...
+
+    def extend(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+        score_starts: torch.Tensor | None,
+    ) -> None:
+        """Causal attention of a chunk of new tokens per request.
+
+        ``query``, ``out``: ``[T, Hq, D]``, the requests' new tokens one after another.
+        ``prefix_lens``, ``extend_lens``: ``[B]``; the queries of request ``b`` stand at
+        positions ``prefix_lens[b] + [0, extend_lens[b])`` and their own keys and values are
+        in the FULL arena already. A query sees keys at positions not above its own.
+        ``score_starts``: ``[B]``; queries at positions at or past it add their mass to
+        ``scores`` as in ``decode``.
+        """
+        ...
