@@ -32,7 +32,11 @@ __all__ = ["AttentionKernels", "FullArena", "LayerView"]
 
 @dataclass(frozen=True)
 class FullArena:
-    """Storage of FULL windows: ``keys`` and ``values`` ``[slots, Hkv, W, D]``."""
+    """Storage of FULL windows: ``keys`` and ``values`` ``[slots, Hkv, W, D]``.
+
+    Both are strided in the first dimension only (a slot holds its keys, then its values, so
+    that ``stride(0) == 2 * Hkv * W * D``); the inner dimensions are contiguous.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
