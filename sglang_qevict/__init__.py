@@ -1,0 +1,1 @@
+"""Tiered KV cache for SGLang: the plugin, its CPU platform and its command line."""
