@@ -68,6 +68,32 @@ class AttentionKernels(Protocol):
     geometry: WindowGeometry
     rotary: RotaryTable
 
+    def copy_slots(
+        self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    ) -> None:
+        """Copy rows of ``slots`` (uint8 ``[n, bytes]``), ``targets[i] <- sources[i]``.
+
+        ``sources``, ``targets``: int32 ``[m]``; an entry with a negative source is skipped.
+        No row is both a source and a target.
+        """
+        ...
+
+    def store(
+        self,
+        full: FullArena,
+        full_slots: torch.Tensor,
+        offsets: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write new tokens into FULL windows.
+
+        ``full_slots``, ``offsets``: int32 ``[T]``, slot and place in the window; a negative
+        slot is skipped. ``keys``, ``values``: ``[T, Hkv, D]``, model dtype, keys after RoPE;
+        may be strided in the first dimension.
+        """
+        ...
+
     def quantize(
         self,
         full: FullArena,

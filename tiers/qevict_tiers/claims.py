@@ -1,0 +1,254 @@
+"""What running requests may come to need, in bytes, from lengths alone.
+
+The host never asks the device what is in use. Each row has a *claim*: an upper bound of
+the bytes its copies take from now through its next routing event. The sum of all claims
+is kept within the arena before every launch, so an allocation inside a forward pass
+cannot fail. All ranks of a tensor-parallel group compute the same numbers.
+
+A row passes through these phases::
+
+    prefill            FULL staging of what is not routed yet
+    short              up to ``min_context`` tokens: everything FULL
+    tiered             FULL and coded windows by the budget, routed every Omega tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qevict_tiers.budget import WindowBudget
+
+__all__ = ["ClaimLedger", "Prompt", "RowClaims"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a prompt is prefilled.
+
+    tokens: its length (generated tokens included when a retracted request resumes).
+    whole: it is attended in one chunk, so that its staging is one layer deep.
+    """
+
+    tokens: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class RowClaims:
+    """The claim formulas of one budget.
+
+    ``segment_tokens``: prompts longer than ``exact_prefill_tokens`` are routed at
+    multiples of it while they are prefilled.
+    """
+
+    budget: WindowBudget
+    exact_prefill_tokens: int
+    segment_tokens: int
+
+    def is_exact(self, prompt_tokens: int) -> bool:
+        """True if a prompt is routed only once, after its last token."""
+        return prompt_tokens <= self.exact_prefill_tokens
+
+    def routing_points(self, prompt_tokens: int, start: int, end: int) -> int | None:
+        """The length at which a chunk ``[start, end)`` of a prompt must be routed, or None.
+
+        A chunk never crosses a routing point, so there is at most one: its end.
+        """
+        if not self.budget.is_tiered(end):
+            return None
+        if end == prompt_tokens:
+            return end
+        if not self.is_exact(prompt_tokens) and end % self.segment_tokens == 0:
+            return end
+        return None
+
+    def chunk_limit(self, prompt_tokens: int, start: int) -> int:
+        """Tokens that a chunk from ``start`` may have, to end at a routing point at most."""
+        if self.is_exact(prompt_tokens):
+            return prompt_tokens - start
+        segment = self.segment_tokens
+        return min(prompt_tokens, (start // segment + 1) * segment) - start
+
+    def is_due(self, prompt_tokens: int, stored_tokens: int) -> bool:
+        """True if a row must be routed before the token after ``stored_tokens`` is decoded."""
+        generated = stored_tokens - prompt_tokens
+        return (
+            generated > 0
+            and generated % self.budget.config.route_every == 0
+            and self.budget.is_tiered(stored_tokens)
+        )
+
+    def full_bytes(self, tokens: int) -> int:
+        """Bytes of a request that is FULL in every layer."""
+        budget = self.budget
+        return budget.num_layers * budget.num_windows(tokens) * budget.full_bytes
+
+    def prefill_bytes(self, prompt: Prompt) -> int:
+        """Claim of a request from its admission until its prompt is done."""
+        budget, n = self.budget, prompt.tokens
+        first_decode = self.decode_bytes(n, n)
+        if not budget.is_tiered(n):
+            return max(self.full_bytes(n), first_decode)
+        staged = budget.num_windows(n)
+        unrouted = budget.num_full_layers * staged * budget.full_bytes
+        one_layer = staged * budget.full_bytes + budget.capacities(n).coded * budget.coded_bytes
+        if prompt.whole:
+            others = (budget.num_tiered_layers - 1) * self._routed_layer_bytes(n)
+            peak = unrouted + one_layer + others
+        elif self.is_exact(n):
+            peak = (
+                unrouted
+                + (budget.num_tiered_layers - 1) * staged * budget.full_bytes
+                + one_layer
+            )
+        else:
+            peak = unrouted + budget.num_tiered_layers * self._segment_layer_bytes(n)
+        return max(peak, first_decode)
+
+    def decode_bytes(self, prompt_tokens: int, stored_tokens: int) -> int:
+        """Claim of a request that is about to decode the token after ``stored_tokens``.
+
+        It covers all steps through the next routing event.
+        """
+        budget = self.budget
+        omega = budget.config.route_every
+        generated = max(0, stored_tokens - prompt_tokens)
+        last_event = prompt_tokens + generated // omega * omega
+        next_event = last_event + omega
+        if not budget.is_tiered(next_event):
+            return self.full_bytes(next_event)
+        windows = budget.num_windows
+        growth = windows(next_event) - windows(last_event)
+        if budget.is_tiered(last_event):
+            before = self._routed_full_windows(last_event) + growth
+            coded = max(self._coded_windows(last_event), self._coded_windows(next_event))
+        else:
+            before, coded = windows(next_event), self._coded_windows(next_event)
+        # The token after the event may open a window.
+        full = max(before, self._routed_full_windows(next_event) + 1)
+        tiered_layer = full * budget.full_bytes + coded * budget.coded_bytes
+        untiered_layer = (windows(next_event) + 1) * budget.full_bytes
+        return (
+            budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
+        )
+
+    def peak_bytes(self, prompt_tokens: int, final_tokens: int) -> int:
+        """The largest claim on the way from a prompt (in the leanest way) to a length."""
+        return max(
+            self.prefill_bytes(Prompt(prompt_tokens, whole=False)),
+            self.decode_bytes(prompt_tokens, max(prompt_tokens, final_tokens)),
+        )
+
+    def _routed_full_windows(self, tokens: int) -> int:
+        """FULL windows of one tiered layer just after an event at ``tokens``."""
+        start, end = self.budget.history(tokens)
+        protected = self.budget.num_windows(tokens) - (end - start)
+        return protected + self.budget.capacities(tokens).full
+
+    def _coded_windows(self, tokens: int) -> int:
+        """Coded copies of one tiered layer just after an event, shadow codes included."""
+        limits = self.budget.capacities(tokens)
+        has_shadows = self.budget.charged_full_bytes > self.budget.full_bytes
+        return limits.coded + (limits.full if has_shadows else 0)
+
+    def _routed_layer_bytes(self, tokens: int) -> int:
+        return (
+            self._routed_full_windows(tokens) * self.budget.full_bytes
+            + self._coded_windows(tokens) * self.budget.coded_bytes
+        )
+
+    def _segment_layer_bytes(self, prompt_tokens: int) -> int:
+        """Peak of one layer of a prompt that is routed segment by segment."""
+        last = (prompt_tokens - 1) // self.segment_tokens * self.segment_tokens
+        before = self._routed_full_windows(last) if last else 0
+        segment = self.budget.num_windows(min(self.segment_tokens, prompt_tokens))
+        coded = max(self._coded_windows(last) if last else 0, self._coded_windows(prompt_tokens))
+        return (before + segment + 1) * self.budget.full_bytes + coded * self.budget.coded_bytes
+
+
+@dataclass
+class _Row:
+    prompt: Prompt
+    stored: int
+    claim: int
+
+
+class ClaimLedger:
+    """The claims of all rows that hold KV."""
+
+    def __init__(self, claims: RowClaims, capacity_bytes: int) -> None:
+        self.claims = claims
+        self.capacity_bytes = capacity_bytes
+        self._rows: dict[int, _Row] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all claims."""
+        return sum(row.claim for row in self._rows.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What no claim covers."""
+        return self.capacity_bytes - self.total_bytes
+
+    def admit(self, row: int, prompt: Prompt) -> None:
+        """A row starts its prefill."""
+        self._rows[row] = _Row(prompt, 0, self.claims.prefill_bytes(prompt))
+
+    def prompt_tokens(self, row: int) -> int:
+        """Length of the prompt of a row."""
+        return self._rows[row].prompt.tokens
+
+    def stored_tokens(self, row: int) -> int:
+        """Tokens of a row that have KV, those of the next launch included."""
+        return self._rows[row].stored
+
+    def advance(self, row: int, stored_tokens: int) -> None:
+        """The next launch brings a row to ``stored_tokens``."""
+        state = self._rows[row]
+        state.stored = stored_tokens
+        if stored_tokens > state.prompt.tokens:
+            state.claim = self.claims.decode_bytes(state.prompt.tokens, stored_tokens - 1)
+
+    def decode_bytes(self, rows: set[int]) -> int:
+        """Sum of claims if the rows in ``rows`` decode their next token."""
+        return sum(
+            self._next_claim(state) if row in rows else state.claim
+            for row, state in self._rows.items()
+        )
+
+    def _next_claim(self, state: _Row) -> int:
+        return self.claims.decode_bytes(state.prompt.tokens, state.stored)
+
+    def projected_bytes(self, final_tokens: dict[int, int]) -> int:
+        """Sum of claims once each row has grown to a given length."""
+        return sum(
+            max(
+                state.claim,
+                self.claims.decode_bytes(
+                    state.prompt.tokens, final_tokens.get(row, state.stored)
+                ),
+            )
+            if state.stored > state.prompt.tokens
+            else max(
+                self._next_claim(state),
+                self.claims.decode_bytes(
+                    state.prompt.tokens, final_tokens.get(row, state.prompt.tokens)
+                ),
+            )
+            for row, state in self._rows.items()
+        )
+
+    def remove(self, row: int) -> None:
+        """A row gives up its KV."""
+        self._rows.pop(row, None)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
