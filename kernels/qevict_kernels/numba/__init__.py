@@ -1,0 +1,1 @@
+"""CPU kernels: numba drivers around inner blocks emitted as LLVM IR."""
