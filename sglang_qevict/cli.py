@@ -1,2 +1,66 @@
-def main() -> int:
+"""The console script `sglang-qevict`: what surrounds a server; `sglang serve` starts the server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_qevict.models import CACHE_VARIABLE, MODEL_NAME, ModelError, fetch_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the process's exit status."""
+    args = _parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-qevict", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    fetch = commands.add_parser(
+        "fetch-model",
+        help=f"make {MODEL_NAME} ready and print its directory",
+        description=f"Prints the directory of {MODEL_NAME}; fetches or repairs it first.",
+    )
+    fetch.add_argument(
+        "--cache-dir",
+        type=Path,
+        help=f"where it is kept (default: ${CACHE_VARIABLE}, or sglang-qevict in the user's cache)",
+    )
+    fetch.add_argument("--quiet", action="store_true", help="report damage only, no progress")
+    fetch.set_defaults(run=_fetch_model)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="show what is installed and found, and whether a server could start",
+        description="Exits with 1 when something that serving needs is missing.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _fetch_model(args: argparse.Namespace) -> int:
+    try:
+        print(fetch_model(args.cache_dir, progress=not args.quiet))
+    except ModelError as error:
+        print(f"sglang-qevict: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_qevict.doctor import Level, diagnose
+
+    findings = diagnose()
+    width = max(len(finding.subject) for finding in findings)
+    for level, subject, detail in findings:
+        print(f"{level.value:<8} {subject:<{width}}  {detail}")
+    return int(any(finding.level is Level.MISSING for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

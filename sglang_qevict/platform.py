@@ -1,7 +1,7 @@
 """A plain CPU as an SGLang platform.
 
-SGLang's own CPU engine needs a build of its kernels that is not on PyPI. This platform serves a model with
-the stock wheel, through the plain-torch path that every SGLang operator has.
+SGLang's own CPU engine needs a build of its kernels that is not on PyPI. This platform serves a
+model with the stock wheel, through the plain-torch path that every SGLang operator has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins import PLATFORM_PLUGINS_GROUP
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 NAME = "cpu_native"
 ATTENTION_BACKEND = "torch_native"
@@ -27,10 +27,11 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def activate() -> str | None:
-    """The platform's qualified class name, or None where something better than a plain CPU is there.
+    """The platform's qualified class name, or None where there is better than a plain CPU.
 
-    Better means an accelerator that torch sees, SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) or
-    another installed platform plugin, unless ``SGLANG_PLATFORM=cpu_native`` asks for this one.
+    Better means an accelerator that torch sees, SGLang's own CPU engine
+    (``SGLANG_USE_CPU_ENGINE=1``), or another installed platform plugin unless
+    ``SGLANG_PLATFORM=cpu_native`` asks for this one.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or find_accelerator() is not None:
         return None
@@ -43,8 +44,8 @@ def activate() -> str | None:
 def find_accelerator() -> str | None:
     """The name of an accelerator that torch can use in this process, or None.
 
-    Asks torch alone: this runs while SGLang is still choosing its platform, when most of its modules can't
-    be imported yet.
+    Asks torch alone: this runs while SGLang is still choosing its platform, when most of its
+    modules can't be imported yet.
     """
     for name in ("cuda", "xpu", "npu", "musa", "hpu", "mps"):
         device = getattr(torch, name, None)
@@ -82,14 +83,15 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Makes rotary embedding exact in this worker; called once, before a model is built.
 
-        The plain-torch rotation rounds cos and sin to the activations' dtype, which CUDA kernels never do.
-        Rotated keys would then be off by up to 2^-8 of their size, and could not be rotated back.
+        The plain-torch rotation rounds cos and sin to the activations' dtype, which CUDA kernels
+        never do. Keys would be off by up to 2^-8 of their size and could not be rotated back.
         """
         os.environ.setdefault("SGLANG_ROPE_CACHE_FP32", "1")
         HookRegistry.register(
             "sglang.srt.layers.rotary_embedding.utils.apply_rotary_emb",
             _rotate_in_float32,
             HookType.AROUND,
+            source=HookSource(NAME, "sglang-qevict"),
         )
         HookRegistry.apply_hooks()
 
@@ -108,8 +110,8 @@ def _rotate_in_float32(
 def choose_attention_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution hook: no ``--attention-backend`` on this platform means torch's own attention.
 
-    SGLang's step for ``device == "cpu"`` takes ``intel_amx`` on every x86 machine and never asks the
-    platform, so the choice has to be declared before it.
+    SGLang's step for ``device == "cpu"`` takes ``intel_amx`` on every x86 machine and never asks
+    the platform, so the choice has to be declared before it.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.platforms import current_platform

@@ -1,0 +1,53 @@
+# make serve     a server with the embedded model on port 30000      (MODEL=…  another model, ARGS=…  more flags)
+# make test      the quick tests                                     (make test-full  all of them)
+# make check     what CI runs: lint, format, types, import rules, tests
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+SOURCES := sglang_qevict tiers kernels tests
+
+.PHONY: install serve test test-full check format clean distclean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+serve: install
+ifdef MODEL
+	exec $(BIN)/sglang serve --config configs/serve.yaml --model-path $(MODEL) $(ARGS)
+else
+	@model="$$($(BIN)/sglang-qevict fetch-model)" && set -x && exec $(BIN)/sglang serve --config configs/serve.yaml \
+		--model-path "$$model" --served-model-name SmolLM2-135M-Instruct $(ARGS)
+endif
+
+test: install
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-full: install
+	$(BIN)/pytest $(ARGS)
+
+check: install
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not slow"
+
+format: install
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs -r rm -rf
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,128 @@
+"""From the bytes that stock SGLang would give to the KV cache to what tiering makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qevict_tiers.arena import Arena
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.claims import Prompt, RowClaims
+from qevict_tiers.manager import TierManager
+from qevict_tiers.views import Views
+
+__all__ = ["CapacityPlan", "plan_capacity"]
+
+_RUNNER_BYTES_PER_TOKEN = 64
+"""What SGLang's eager runner allocates for each logical token of capacity."""
+
+_MAX_VIEW_SHARE = 0.05
+"""Views may take at most this share of the KV bytes; beyond, fewer requests run at once."""
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """How the KV bytes are used.
+
+    total_bytes: what stock would take. arena_bytes: for windows. num_pages: logical pages.
+    num_rows: requests that may run at once. max_windows: windows of the longest request.
+    """
+
+    total_bytes: int
+    arena_bytes: int
+    num_pages: int
+    num_rows: int
+    max_windows: int
+    claims: RowClaims
+
+    @property
+    def budget(self) -> WindowBudget:
+        """The budget rule."""
+        return self.claims.budget
+
+    @property
+    def max_tokens(self) -> int:
+        """Logical tokens."""
+        return self.num_pages * self.budget.config.window
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of everything but windows."""
+        return self.total_bytes - self.arena_bytes
+
+
+def plan_capacity(
+    budget: WindowBudget,
+    total_bytes: int,
+    context_tokens: int,
+    chunk_tokens: int | None,
+    max_running_requests: int | None,
+    default_running_requests: int,
+) -> CapacityPlan:
+    """Divide ``total_bytes`` into windows and tables.
+
+    Raises ``ValueError`` with what is needed if not even one request of ``min_context``
+    tokens fits.
+    """
+    window = budget.config.window
+    max_windows = budget.num_windows(context_tokens)
+    row_bytes = Views.row_bytes(budget.num_layers, max_windows)
+    affordable = int(_MAX_VIEW_SHARE * total_bytes) // row_bytes
+    wanted = max_running_requests or default_running_requests
+    num_rows = max(1, min(wanted, affordable))
+    # SGLang keeps one row more, for padding.
+    rest = total_bytes - (num_rows + 1) * (row_bytes + 4 * context_tokens)
+
+    # A page of the longest contexts takes this many bytes in the arena.
+    page_window_bytes = float(budget.config.budget) * budget.num_layers * budget.full_bytes
+    page_table_bytes = TierManager.page_bytes(budget.num_layers) + (
+        _RUNNER_BYTES_PER_TOKEN * window
+    )
+    slot_bytes = 1 + Arena.bookkeeping_bytes(1 << 20, budget.full_bytes, budget.coded_bytes) / (
+        1 << 20
+    )
+    per_page = page_window_bytes * slot_bytes + page_table_bytes
+    num_pages = int(rest / per_page)
+    arena_bytes = int((rest - (num_pages + 1) * page_table_bytes) / slot_bytes)
+    arena_bytes -= arena_bytes % 64
+
+    claims = _row_claims(budget, arena_bytes, chunk_tokens)
+    smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
+    if num_pages < 1 or arena_bytes < smallest:
+        needed = int(1.1 * smallest + 2 * (row_bytes + 4 * context_tokens))
+        raise ValueError(
+            f"KV tiering got {total_bytes / 2**20:.1f} MiB for the KV cache, but one request of "
+            f"{budget.config.min_context} tokens (--kv-tiering-min-context) needs "
+            f"{needed / 2**20:.1f} MiB: raise --mem-fraction-static or --max-total-tokens, or "
+            "lower --kv-tiering-min-context, --context-length or --max-running-requests"
+        )
+    return CapacityPlan(total_bytes, arena_bytes, num_pages, num_rows, max_windows, claims)
+
+
+def _row_claims(budget: WindowBudget, arena_bytes: int, chunk_tokens: int | None) -> RowClaims:
+    """Claim formulas with the prompt lengths derived from what the arena holds."""
+    window = budget.config.window
+    segment = -(-(chunk_tokens or 2048) // window) * window
+    exact = budget.config.exact_prefill_tokens
+    if exact is None:
+        token_bytes = budget.num_layers * budget.full_bytes // window
+        exact = max(budget.config.min_context, arena_bytes // 2 // token_bytes)
+    return RowClaims(budget, exact_prefill_tokens=exact, segment_tokens=segment)
+
+
+def describe(plan: CapacityPlan) -> str:
+    """One line for the log: what is active and what capacity it gives."""
+    budget, config = plan.budget, plan.budget.config
+    stock = plan.total_bytes // (budget.num_layers * budget.full_bytes // config.window)
+    longest = budget.num_windows(4096) * config.window
+    running = plan.arena_bytes // plan.claims.decode_bytes(longest, longest)
+    staged = plan.claims.prefill_bytes(Prompt(longest, whole=True))
+    return (
+        f"KV tiering is on: budget {float(config.budget):g}, q {float(config.quant_fraction):g}, "
+        f"windows of {config.window}, K{config.key_bits}V{config.value_bits} codes "
+        f"({budget.coded_bytes / budget.full_bytes:.3f} of FULL bytes, {config.params.value} "
+        f"parameters), route every {config.route_every}, promote {config.promote.value}; "
+        f"{plan.total_bytes / 2**20:.0f} MiB hold {plan.max_tokens} logical tokens "
+        f"(stock {stock}), {running} contexts of 4096 tokens at once "
+        f"(stock {stock // 4096}; one prefill takes {staged / 2**20:.1f} MiB), "
+        f"up to {plan.num_rows} requests, tables {plan.table_bytes / 2**20:.1f} MiB"
+    )

@@ -1,0 +1,194 @@
+"""The ``--kv-tiering*`` flags: one table from which parsing, help and the docs are made."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from qevict_kernels.layout import ParamFormat
+from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+
+__all__ = ["OPTIONS", "PREFIX", "Option", "add_flags", "config_from"]
+
+PREFIX = "kv-tiering"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag.
+
+    name: its name after ``--kv-tiering-``. field: of ``TieringConfig``. parse: from the
+    flag's text; raises ``ValueError``. allowed: the range, for help and docs.
+    """
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]
+    allowed: str
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        """The flag as typed."""
+        return f"--{PREFIX}-{self.name}"
+
+    @property
+    def dest(self) -> str:
+        """The flag as a Python name."""
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def default(self) -> Any:
+        """The default, as ``TieringConfig`` has it."""
+        return getattr(TieringConfig(), self.field)
+
+    @property
+    def default_text(self) -> str:
+        """The default as a user would type it."""
+        value = self.default
+        if isinstance(value, Fraction):
+            return f"{float(value):g}"
+        if isinstance(value, frozenset):
+            return "none"
+        return "derived" if value is None else str(getattr(value, "value", value))
+
+
+def _layers(text: str) -> frozenset[int]:
+    """Layer numbers from a list such as ``0,1,28-29``; ``none`` or nothing means no layer."""
+    layers: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        if part == "none":
+            continue
+        first, _, last = part.partition("-")
+        layers.update(range(int(first), int(last or first) + 1))
+    return frozenset(layers)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "budget",
+        "budget",
+        Fraction,
+        "above 0, at most 1",
+        "Share of the full-precision KV bytes of its context that a request may hold, "
+        "parameters and protected windows counted.",
+    ),
+    Option(
+        "quant-fraction",
+        "quant_fraction",
+        Fraction,
+        "0 to 1",
+        "Share of the history's bytes that goes to coded windows; the rest stays FULL.",
+    ),
+    Option("window", "window", int, "4, 8, 16, 32", "Tokens in a window; also the page size."),
+    Option(
+        "route-every", "route_every", int, "1 or more", "Generated tokens between routing events."
+    ),
+    Option("sink", "sink", int, "0 or more", "First tokens that always stay FULL."),
+    Option("local", "local", int, "1 or more", "Last tokens that always stay FULL."),
+    Option("key-bits", "key_bits", int, "2, 4", "Bits of a coded key."),
+    Option("value-bits", "value_bits", int, "2, 4", "Bits of a coded value."),
+    Option(
+        "params",
+        "params",
+        ParamFormat,
+        "fp16, uint8",
+        "How scales and zeros of codes are stored; uint8 takes half the bytes.",
+        tuple(x.value for x in ParamFormat),
+    ),
+    Option(
+        "prefill-scores",
+        "prefill_scores",
+        PrefillScores,
+        "last, all",
+        "Prompt queries that give the first scores: the last 32 (best when the question is "
+        "in the prompt) or all (best when it comes later).",
+        tuple(x.value for x in PrefillScores),
+    ),
+    Option(
+        "promote",
+        "promote",
+        Promotion,
+        "alias, dequantize",
+        "What a coded window that ranks among the FULL ones again gets: alias leaves it "
+        "coded, dequantize rebuilds its FULL copy and keeps the codes.",
+        tuple(x.value for x in Promotion),
+    ),
+    Option(
+        "min-context",
+        "min_context",
+        int,
+        "at least sink + local",
+        "Tokens up to which a request stays FULL altogether.",
+    ),
+    Option(
+        "exact-prefill-tokens",
+        "exact_prefill_tokens",
+        int,
+        "at least min-context",
+        "Prompts up to this length see themselves in full precision and are routed once, at "
+        "their end; longer ones are routed chunk by chunk, which lowers the peak. Derived: "
+        "what half of the KV bytes can hold.",
+    ),
+    Option(
+        "full-layers",
+        "full_layers",
+        _layers,
+        "such as 0,1,28-29",
+        "Layers whose windows all stay FULL; their bytes come out of the budget.",
+    ),
+)
+
+_TIERING_HELP = "Keep the KV cache in tiers: FULL, coded (INT2 or INT4) and evicted windows."
+_REUSE_HELP = (
+    "Reuse of a finished request's windows by later requests with the same prefix. "
+    "off: every request computes its own prompt."
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags to SGLang's parser."""
+    group = parser.add_argument_group("KV tiering (sglang-qevict)")
+    group.add_argument(
+        f"--{PREFIX}", choices=["none", "qevict"], default="none", help=_TIERING_HELP
+    )
+    for option in OPTIONS:
+        group.add_argument(
+            option.flag,
+            type=str,
+            choices=option.choices,
+            default=None,
+            help=f"{option.help} Range: {option.allowed}; default: {option.default_text}.",
+        )
+    group.add_argument(f"--{PREFIX}-prefix-reuse", choices=["off"], default=None, help=_REUSE_HELP)
+
+
+def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
+    """The configuration in a mapping of names (``kv_tiering``, ``kv_tiering_budget``, …).
+
+    None where tiering is off. Raises ``ValueError``, naming flag, value and remedy, for a
+    value out of range and for an option given without ``--kv-tiering qevict``.
+    """
+    mode = values.get("kv_tiering") or "none"
+    if mode not in ("none", "qevict"):
+        raise ValueError(f"--{PREFIX} must be none or qevict, got {mode!r}")
+    given = {o: values[o.dest] for o in OPTIONS if values.get(o.dest) is not None}
+    if mode == "none":
+        if given:
+            flags = ", ".join(option.flag for option in given)
+            raise ValueError(f"{flags} has no effect without --{PREFIX} qevict: add it")
+        return None
+    return TieringConfig(
+        **{option.field: _parsed(option, value) for option, value in given.items()}
+    )
+
+
+def _parsed(option: Option, value: Any) -> Any:
+    try:
+        return option.parse(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{option.flag} must be {option.allowed}, got {value!r}") from None
