@@ -57,6 +57,7 @@ class TieringState:
         self._req_to_token = req_to_token
         self._events: list[tuple[_Event, int]] = []
         self._view_tokens: dict[int, int] = {}
+        self._changed = False
 
     # -- the scheduler's side -------------------------------------------------------
 
@@ -74,6 +75,7 @@ class TieringState:
         """A row was given back (auxiliary cache)."""
         self.ledger.remove(row)
         self._events.append((_Event.CLOSE, row))
+        self._changed = True
 
     def alloc_to_lengths(
         self, *, req_pool_indices_cpu: torch.Tensor, target_seq_lens_cpu: torch.Tensor
@@ -90,6 +92,7 @@ class TieringState:
 
     def clear(self) -> None:
         """Everything was flushed (auxiliary cache)."""
+        self._changed = True
         self.ledger.clear()
         self._events.clear()
         self._view_tokens.clear()
@@ -160,7 +163,6 @@ class TieringState:
             self.manager.route(slice(layer, layer + 1), list(rows), list(tokens))
 
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
-        config = self.plan.budget.config
         prompt = self.ledger.prompt_tokens(row)
         if start >= prompt:
             return Chunk(row, start, end, score_start=start, route_at=None, lazy=False)
@@ -173,7 +175,7 @@ class TieringState:
             end,
             score_start=self.claims.score_start(segment_end),
             route_at=route_at,
-            lazy=whole and route_at is not None and not config.full_layers,
+            lazy=whole and route_at is not None,
         )
 
     def _route_due(self, rows: list[int], stored: list[int]) -> None:
@@ -221,6 +223,13 @@ class TieringState:
                 self.ledger.launched(row)
 
     # -- checks and reports --------------------------------------------------------------
+
+    def check_when_changed(self) -> list[str]:
+        """``check_integrity``, unless nothing happened since the last time."""
+        if not self._changed:
+            return []
+        self._changed = False
+        return self.check_integrity()
 
     def check_integrity(self) -> list[str]:
         """What is wrong with claims, copies and views once the queue is applied."""

@@ -177,33 +177,37 @@ class Side:
 class Arena:
     """One buffer with a FULL side and a coded side.
 
-    ``full``, ``coded``: the two sides; both see the whole buffer, as slots of
-    ``full_bytes`` and of ``coded_bytes``.
+    ``storage``: uint8 ``[bytes]``. ``full``, ``coded``: the two sides; both see the whole
+    buffer, as slots of ``full_bytes`` and of ``coded_bytes``.
     """
 
     def __init__(
         self,
-        arena_bytes: int,
+        storage: torch.Tensor,
         full_bytes: int,
         coded_bytes: int,
         num_owners: int,
         copy_slots: CopySlots,
-        device: torch.device,
     ) -> None:
-        num_full, num_coded = arena_bytes // full_bytes, arena_bytes // coded_bytes
-        self.storage = torch.zeros(arena_bytes, dtype=torch.uint8, device=device)
+        num_full = storage.shape[0] // full_bytes
+        num_coded = storage.shape[0] // coded_bytes
         self.full = Side(
-            self.storage[: num_full * full_bytes].view(num_full, full_bytes),
+            storage[: num_full * full_bytes].view(num_full, full_bytes),
             num_owners,
             from_right=False,
             copy_slots=copy_slots,
         )
         self.coded = Side(
-            self.storage[: num_coded * coded_bytes].view(num_coded, coded_bytes),
+            storage[: num_coded * coded_bytes].view(num_coded, coded_bytes),
             num_owners,
             from_right=True,
             copy_slots=copy_slots,
         )
+
+    @staticmethod
+    def bookkeeping_bytes(arena_bytes: int, full_bytes: int, coded_bytes: int) -> int:
+        """Bytes of owners and reference counts beside a buffer of ``arena_bytes``."""
+        return (8 + 4 + 8) * (arena_bytes // full_bytes + arena_bytes // coded_bytes + 2)
 
     @property
     def capacity_bytes(self) -> int:

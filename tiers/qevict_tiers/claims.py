@@ -14,9 +14,11 @@ A row passes through these phases::
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
 
 __all__ = ["ClaimLedger", "Prompt", "RowClaims"]
 
@@ -49,18 +51,21 @@ class RowClaims:
         """True if a prompt is routed only once, after its last token."""
         return prompt_tokens <= self.exact_prefill_tokens
 
-    def routing_points(self, prompt_tokens: int, start: int, end: int) -> int | None:
-        """The length at which a chunk ``[start, end)`` of a prompt must be routed, or None.
+    def routing_point(self, prompt_tokens: int, end: int) -> int | None:
+        """``end`` if a row must be routed after a chunk of its prompt that ends there.
 
-        A chunk never crosses a routing point, so there is at most one: its end.
+        A chunk never crosses a routing point (``chunk_limit``), so its end is the only one.
         """
-        if not self.budget.is_tiered(end):
-            return None
-        if end == prompt_tokens:
-            return end
-        if not self.is_exact(prompt_tokens) and end % self.segment_tokens == 0:
+        is_segment_end = not self.is_exact(prompt_tokens) and end % self.segment_tokens == 0
+        if self.budget.is_tiered(end) and (end == prompt_tokens or is_segment_end):
             return end
         return None
+
+    def score_start(self, segment_end: int) -> int:
+        """First prompt position whose query scores, for the prompt or segment that ends there."""
+        if self.budget.config.prefill_scores is PrefillScores.ALL:
+            return 0
+        return max(0, segment_end - SCORING_SPAN_TOKENS)
 
     def chunk_limit(self, prompt_tokens: int, start: int) -> int:
         """Tokens that a chunk from ``start`` may have, to end at a routing point at most."""
@@ -108,13 +113,14 @@ class RowClaims:
     def decode_bytes(self, prompt_tokens: int, stored_tokens: int) -> int:
         """Claim of a request that is about to decode the token after ``stored_tokens``.
 
-        It covers all steps through the next routing event.
+        It covers all steps through the next routing event, which is this very step's if
+        it is due.
         """
         budget = self.budget
         omega = budget.config.route_every
-        generated = max(0, stored_tokens - prompt_tokens)
-        last_event = prompt_tokens + generated // omega * omega
-        next_event = last_event + omega
+        events = max(1, -(-(stored_tokens - prompt_tokens) // omega))
+        next_event = prompt_tokens + events * omega
+        last_event = next_event - omega
         if not budget.is_tiered(next_event):
             return self.full_bytes(next_event)
         windows = budget.num_windows
@@ -209,38 +215,43 @@ class ClaimLedger:
         """Tokens of a row that have KV, those of the next launch included."""
         return self._rows[row].stored
 
+    def unfinished_prompt(self) -> int:
+        """Length of the one prompt that is being prefilled in chunks.
+
+        Raises ``LookupError`` if there is none.
+        """
+        for state in self._rows.values():
+            if state.stored < state.prompt.tokens:
+                return state.prompt.tokens
+        raise LookupError("no prompt is being prefilled in chunks")
+
     def advance(self, row: int, stored_tokens: int) -> None:
         """The next launch brings a row to ``stored_tokens``."""
         state = self._rows[row]
-        state.stored = stored_tokens
         if stored_tokens > state.prompt.tokens:
             state.claim = self.claims.decode_bytes(state.prompt.tokens, stored_tokens - 1)
+        state.stored = stored_tokens
 
-    def decode_bytes(self, rows: set[int]) -> int:
-        """Sum of claims if the rows in ``rows`` decode their next token."""
+    def launched(self, row: int) -> None:
+        """The launch that ``advance`` announced is under way: from now its successor counts."""
+        state = self._rows[row]
+        if state.stored >= state.prompt.tokens:
+            state.claim = self.claims.decode_bytes(state.prompt.tokens, state.stored)
+
+    def decode_bytes(self, rows: Iterable[int]) -> int:
+        """Sum of all claims if these rows decode their next token."""
+        total = self.total_bytes
+        for row in rows:
+            state = self._rows[row]
+            total += self.claims.decode_bytes(state.prompt.tokens, state.stored) - state.claim
+        return total
+
+    def projected_bytes(self, final_tokens: Mapping[int, int]) -> int:
+        """Sum of what all rows will claim once they have grown to these lengths."""
         return sum(
-            self._next_claim(state) if row in rows else state.claim
-            for row, state in self._rows.items()
-        )
-
-    def _next_claim(self, state: _Row) -> int:
-        return self.claims.decode_bytes(state.prompt.tokens, state.stored)
-
-    def projected_bytes(self, final_tokens: dict[int, int]) -> int:
-        """Sum of claims once each row has grown to a given length."""
-        return sum(
-            max(
-                state.claim,
-                self.claims.decode_bytes(
-                    state.prompt.tokens, final_tokens.get(row, state.stored)
-                ),
-            )
-            if state.stored > state.prompt.tokens
-            else max(
-                self._next_claim(state),
-                self.claims.decode_bytes(
-                    state.prompt.tokens, final_tokens.get(row, state.prompt.tokens)
-                ),
+            self.claims.decode_bytes(
+                state.prompt.tokens,
+                max(state.prompt.tokens, state.stored, final_tokens.get(row, 0)),
             )
             for row, state in self._rows.items()
         )

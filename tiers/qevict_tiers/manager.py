@@ -30,21 +30,21 @@ class TierManager:
     """State of all windows of one model rank; every change of tier goes through here.
 
     A page is SGLang's page id in ``[1, num_pages]`` (0 belongs to nobody), a row its
-    request slot. The caller decides, from lengths alone, what fits; the manager trusts
-    that. Everything it keeps lies on ``device``.
+    request slot. ``storage`` is the arena's buffer, uint8. The caller decides, from lengths alone, what fits; the manager trusts
+    that. Everything it keeps lies on the device of ``storage``.
     """
 
     def __init__(
         self,
         budget: WindowBudget,
         kernels: AttentionKernels,
-        arena_bytes: int,
+        storage: torch.Tensor,
         num_pages: int,
         num_rows: int,
         max_windows: int,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        device = storage.device
         self.budget = budget
         self.kernels = kernels
         self.device = device
@@ -52,12 +52,11 @@ class TierManager:
         self.num_pages = num_pages
         self.pages_per_layer = num_pages + 1
         self.arena = Arena(
-            arena_bytes,
+            storage,
             budget.full_bytes,
             budget.coded_bytes,
             self.num_layers * self.pages_per_layer,
             kernels.copy_slots,
-            device,
         )
         self.views = Views(self.num_layers, num_rows, max_windows, device)
         self.counters = Counters(device)
@@ -82,15 +81,9 @@ class TierManager:
         )
 
     @staticmethod
-    def table_bytes(
-        num_layers: int, num_pages: int, num_rows: int, max_windows: int, num_slots: int
-    ) -> int:
-        """Bytes of all tables, for ``num_slots`` FULL and coded slots together."""
-        return (
-            2 * 4 * num_layers * (num_pages + 1)
-            + num_rows * Views.row_bytes(num_layers, max_windows)
-            + (8 + 4 + 8) * num_slots
-        )
+    def page_bytes(num_layers: int) -> int:
+        """Bytes of tables that one page takes."""
+        return 2 * 4 * num_layers
 
     # -- life of a row ------------------------------------------------------------
 
@@ -106,6 +99,25 @@ class TierManager:
     def allocate_full(self, layers: slice, pages: torch.Tensor) -> None:
         """Give pages (int64 ``[n]``) FULL copies in layers, contents undefined."""
         self.arena.full.allocate(self._owners(layers, pages).flatten())
+
+    def store(
+        self, layer: int, locations: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write new tokens of a layer into the FULL copies of their pages.
+
+        ``locations``: int64 ``[T]``, ``page * W + offset``; page 0 is written nowhere.
+        ``keys``, ``values``: ``[T, Hkv, D]`` (or flat), keys after RoPE.
+        """
+        geometry = self.budget.geometry
+        shape = (-1, geometry.num_kv_heads, geometry.head_dim)
+        pages = torch.div(locations, geometry.window, rounding_mode="floor")
+        self.kernels.store(
+            self.full_arena,
+            self._full_slot[layer][pages],
+            (locations - pages * geometry.window).to(torch.int32),
+            keys.view(shape),
+            values.view(shape),
+        )
 
     def close(self, rows: list[int]) -> None:
         """End views: their copies are released."""

@@ -1,0 +1,143 @@
+"""Admission of prefills by claims."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from qevict_tiers.claims import ClaimLedger, Prompt
+
+__all__ = ["TieredPrefillBudget", "project_running"]
+
+
+class _Candidate(NamedTuple):
+    """A request that this pass may admit: its claim now and once it has grown, in bytes."""
+
+    prefill: int
+    grown: int
+
+
+class TieredPrefillBudget(PrefillBudget):
+    """SGLang's token budget, and on top of it the bytes that requests may come to need.
+
+    A request is admitted if the claims of all rows, its own prefill included, fit the
+    arena, and if they still fit once everybody has grown as far as SGLang expects.
+    """
+
+    def __init__(
+        self,
+        allocator: Any,
+        tree_cache: Any,
+        ledger: ClaimLedger,
+        *,
+        num_mixed_decode_tokens: int = 0,
+    ) -> None:
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self.final_tokens: dict[int, int] = {}
+        self._ledger = ledger
+        self._candidate = _Candidate(0, 0)
+        self._admitted = _Candidate(0, 0)
+        self._has_truncated = False
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        chunk_limit: int | None,
+        **others: Any,
+    ) -> tuple[bool, int | None]:
+        """Whether a request may start its prefill, and how long its first chunk may be."""
+        fits, limit = super().check_prefill(
+            extend_input_len=extend_input_len,
+            total_tokens=total_tokens,
+            max_new_tokens=max_new_tokens,
+            input_tokens=input_tokens,
+            chunk_limit=chunk_limit,
+            **others,
+        )
+        if not fits:
+            return False, None
+        start = input_tokens - extend_input_len
+        limit = self._chunk_limit(input_tokens, start, limit)
+        truncated = limit is not None and self.ceil_paged_tokens(extend_input_len) > limit
+        if truncated and self._has_truncated:
+            # SGLang can carry one unfinished prompt from pass to pass, not two.
+            return True, 0
+        claims = self._ledger.claims
+        self._candidate = _Candidate(
+            prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated and start == 0)),
+            grown=claims.decode_bytes(input_tokens, input_tokens + max_new_tokens),
+        )
+        if not self._has_room(self._candidate):
+            return False, None
+        return True, limit
+
+    def fit_chunk(
+        self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
+    ) -> int | None:
+        """How long the next chunk of the prompt in progress may be."""
+        prompt = self._ledger.unfinished_prompt()
+        start = prompt - extend_input_len
+        limit = self._chunk_limit(prompt, start, chunk_limit) or chunk_limit
+        self._has_truncated = limit < extend_input_len
+        return limit
+
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        is_chunked_continuation: bool = False,
+        **others: Any,
+    ) -> None:
+        """Account for a request that was admitted."""
+        super().reserve(
+            extend_input_len,
+            max_new_tokens,
+            is_chunked_continuation=is_chunked_continuation,
+            **others,
+        )
+        if not is_chunked_continuation:
+            self._admitted = _Candidate(
+                *(a + b for a, b in zip(self._admitted, self._candidate, strict=True))
+            )
+
+    @property
+    def remaining_total(self) -> int:
+        """Tokens that may still be promised: what pages and what bytes allow, the lesser."""
+        budget = self._ledger.claims.budget
+        page_bytes = budget.num_layers * budget.full_bytes * budget.config.budget
+        free = self._ledger.free_bytes - self._admitted.prefill
+        return min(super().remaining_total, int(free / page_bytes) * self.page_size)
+
+    def _has_room(self, candidate: _Candidate) -> bool:
+        ledger = self._ledger
+        now = ledger.total_bytes + self._admitted.prefill + candidate.prefill
+        later = ledger.projected_bytes(self.final_tokens) + self._admitted.grown + candidate.grown
+        return max(now, later) <= ledger.capacity_bytes
+
+    def _chunk_limit(self, prompt: int, start: int, limit: int | None) -> int | None:
+        """SGLang's limit, shortened so that a chunk ends at a routing point at most."""
+        ours = self._ledger.claims.chunk_limit(prompt, start)
+        if ours >= prompt - start:
+            return limit
+        return ours if limit is None else min(limit, ours)
+
+
+def project_running(adder: Any) -> None:
+    """Tell the budget of a new pass how far SGLang expects running requests to grow.
+
+    ``adder``: SGLang's ``PrefillAdder``, just constructed.
+    """
+    budget = adder.memory_budget
+    if not isinstance(budget, TieredPrefillBudget) or adder.running_batch is None:
+        return
+    for request in adder.running_batch.reqs:
+        if request.kv.holds_kv:
+            growth = adder._get_running_request_total_token_offset(request)
+            held = len(request.origin_input_ids) + len(request.output_ids)
+            budget.final_tokens[request.kv.req_pool_idx] = held + max(0, int(growth))

@@ -1,0 +1,104 @@
+"""Tiering's part of SGLang's arguments: from flags or keywords to the record that all processes get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from qevict_kernels.layout import WindowGeometry
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import TieringConfig
+from sglang_qevict.flags import OPTIONS, config_from
+from sglang_qevict.refusals import refused_flags, refused_model
+from sglang_qevict.runtime import NAME, config_of
+
+__all__ = ["apply_command_line", "check_model", "from_keywords"]
+
+_KEYWORDS = ("kv_tiering", "kv_tiering_prefix_reuse", *(option.dest for option in OPTIONS))
+
+
+def apply_command_line(server_args: Any, values: Mapping[str, Any]) -> None:
+    """Take parsed flags; what is wrong with them ends the process with one sentence."""
+    try:
+        _apply(server_args, config_from(values))
+    except ValueError as error:
+        _exit_with(str(error))
+    _attach(server_args, "_kv_tiering_cli", True)
+
+
+def from_keywords(server_args_class: Any, keywords: dict[str, Any]) -> Any:
+    """SGLang's record from the keywords of ``sglang.Engine``, tiering's among them.
+
+    Raises ``ValueError`` with one sentence for what is wrong.
+    """
+    ours = {name: keywords.pop(name) for name in _KEYWORDS if name in keywords}
+    server_args = server_args_class(**keywords)
+    _apply(server_args, config_from(ours))
+    return server_args
+
+
+def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution hook: once the model is known, refuse what can't be tiered."""
+    previous(server_args)
+    config = config_of(server_args)
+    if config is None:
+        return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    problem = _problem_with(model_config_of(server_args), config)
+    if problem is None:
+        return
+    if getattr(server_args, "_kv_tiering_cli", False):
+        _exit_with(problem)
+    raise ValueError(problem)
+
+
+def _problem_with(model: Any, config: TieringConfig) -> str | None:
+    for sentence in refused_model(model):
+        return sentence
+    # The budget rule depends on the ratio of bytes, not on how many heads a rank has.
+    heads = model.num_key_value_heads
+    group = max(1, model.num_attention_heads // heads)
+    try:
+        geometry = WindowGeometry(
+            heads * group,
+            heads,
+            model.head_dim,
+            config.window,
+            config.key_bits,
+            config.value_bits,
+            config.params,
+        )
+        WindowBudget(config, geometry, model.num_hidden_layers)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _apply(server_args: Any, config: TieringConfig | None) -> None:
+    """Set what tiering needs of SGLang's raw arguments, before they are resolved."""
+    if config is None:
+        return
+    for sentence in refused_flags(server_args, config):
+        raise ValueError(sentence)
+    server_args.page_size = config.window
+    server_args.attention_backend = NAME
+    server_args.radix_cache_backend = NAME
+    # The tree stays, so that admission has one path; without reuse nothing enters it.
+    server_args.disable_radix_cache = False
+    # Prefills are routed as they run, which a captured graph could not do.
+    server_args.disable_prefill_cuda_graph = True
+    _attach(server_args, "_kv_tiering", config)
+
+
+def _attach(server_args: Any, name: str, value: Any) -> None:
+    """An attribute that is no field; it survives pickling, and the record's seal."""
+    msgspec.Struct.__setattr__(server_args, name, value)
+
+
+def _exit_with(sentence: str) -> NoReturn:
+    print(f"sglang-qevict: error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,140 @@
+"""The ``qevict`` attention backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+
+from qevict_kernels import make_kernels
+from qevict_tiers.manager import TierManager
+from sglang_qevict.capacity import describe
+from sglang_qevict.hooks import require_hooks
+from sglang_qevict.rotary import find_rotary
+from sglang_qevict.runtime import runtime
+from sglang_qevict.state import Chunk, TieringState
+
+__all__ = ["QEvictAttentionBackend"]
+
+logger = logging.getLogger(__name__)
+
+
+class QEvictAttentionBackend(AttentionBackend):
+    """Attention over FULL and coded windows, which scores the windows as it reads them.
+
+    Routing of decoding rows happens once a step, before the first layer; rows whose prompt
+    ends are routed layer by layer, right after each layer's attention.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        require_hooks()
+        plan = runtime.require_plan()
+        pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
+        rotary = find_rotary(runner.model, runner.device)
+        rotary.require_linear()
+        manager = TierManager(
+            plan.budget,
+            make_kernels(plan.budget.geometry, rotary, torch.device(runner.device)),
+            pool.storage,
+            num_pages=plan.num_pages,
+            num_rows=requests.req_to_token.shape[0],
+            max_windows=plan.max_windows,
+            dtype=pool.dtype,
+        )
+        self._state = TieringState(plan, manager, requests.req_to_token)
+        self._manager = manager
+        self._first_layer = pool.start_layer
+        self._chunks: list[Chunk] = []
+        self._score_starts: torch.Tensor | None = None
+        runtime.state = self._state
+        requests.register_on_alloc_rows(self._state.rows_allocated)
+        requests.attach_aux_cache(self._state)
+        logger.info(describe(plan))
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Apply what the scheduler decided, then route and grow the views of this launch."""
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        self._chunks = []
+        if forward_batch.forward_mode.is_decode():
+            self._state.start_decode(rows, lengths)
+        elif forward_batch.forward_mode.is_extend():
+            starts = forward_batch.extend_prefix_lens.tolist()
+            self._chunks = self._state.start_extend(rows, starts, lengths)
+            by_row = {chunk.row: chunk.score_start for chunk in self._chunks}
+            self._score_starts = torch.tensor(
+                [by_row.get(row, length) for row, length in zip(rows, lengths, strict=True)]
+            )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One new token of each request: ``q`` ``[B, Hq * D]`` -> ``[B, Hq * D]``."""
+        index = layer.layer_id - self._first_layer
+        if save_kv_cache:
+            self._manager.store(index, forward_batch.out_cache_loc, k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
+        self._manager.kernels.decode(
+            query,
+            self._manager.full_arena,
+            self._manager.coded_arena,
+            self._manager.layer_view(index),
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            layer.scaling,
+            out,
+            self._manager.layer_scores(index),
+        )
+        return out.view(q.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """New tokens of each request: ``q`` ``[T, Hq * D]`` -> ``[T, Hq * D]``."""
+        index = layer.layer_id - self._first_layer
+        self._state.allocate_layer(index, self._chunks)
+        if save_kv_cache:
+            self._manager.store(index, forward_batch.out_cache_loc, k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
+        self._manager.kernels.extend(
+            query,
+            self._manager.full_arena,
+            self._manager.coded_arena,
+            self._manager.layer_view(index),
+            forward_batch.req_pool_indices,
+            forward_batch.extend_prefix_lens,
+            forward_batch.extend_seq_lens,
+            layer.scaling,
+            out,
+            self._manager.layer_scores(index),
+            self._score_starts,
+        )
+        self._state.route_layer(index, self._chunks)
+        return out.view(q.shape[0], -1)
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Tables are read until the last layer has attended."""
+        return SharedReadEnds.UNKNOWN
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of padding rows: they see nothing."""
+        return 0

@@ -1,0 +1,181 @@
+"""Everything of SGLang that is hooked rather than registered, and why.
+
+Each hook does nothing unless tiering is on. That they exist in the SGLang at hand is
+checked in the scheduler before it serves, since SGLang only logs a hook that fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from qevict_kernels.layout import WindowGeometry
+from qevict_tiers.budget import WindowBudget
+from sglang_qevict import arguments
+from sglang_qevict.admission import project_running
+from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.flags import add_flags
+from sglang_qevict.runtime import config_of, runtime
+
+__all__ = ["HOOKS", "register_hooks", "require_hooks"]
+
+_CPU_RUNNING_REQUESTS = 64
+_RUNNING_REQUESTS = 256
+"""Requests at once where the user sets no --max-running-requests: their views take bytes."""
+
+
+def add_cli_args(result: None, parser: Any) -> None:
+    """SGLang's parser learns the flags."""
+    add_flags(parser)
+
+
+def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
+    """The parsed flags ride on SGLang's record to every process."""
+    arguments.apply_command_line(server_args, vars(args))
+    return server_args
+
+
+def config_from_budget(
+    original: Any, configurator: Any, budget_bytes: int, *, cap_tokens: int | None = None
+) -> Any:
+    """SGLang's KV bytes become logical tokens; the bytes themselves are kept for the pool."""
+    pool_config = original(configurator, budget_bytes, cap_tokens=cap_tokens)
+    config = config_of(configurator.server_args)
+    if config is None:
+        return pool_config
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    model = configurator.model_config
+    tp_size = get_parallel().attn_tp_size
+    geometry = WindowGeometry(
+        num_q_heads=model.num_attention_heads // tp_size,
+        num_kv_heads=model.get_num_kv_heads(tp_size),
+        head_dim=model.head_dim,
+        window=config.window,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        params=config.params,
+    )
+    budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
+    token_bytes = budget.num_layers * budget.full_bytes // config.window
+    runtime.plan = plan_capacity(
+        budget,
+        total_bytes=pool_config.max_total_num_tokens * token_bytes,
+        context_tokens=model.context_len,
+        chunk_tokens=get_schedule().chunked_prefill_size,
+        max_running_requests=get_schedule().max_running_requests,
+        default_running_requests=(
+            _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
+        ),
+    )
+    return replace(pool_config, max_total_num_tokens=runtime.plan.max_tokens)
+
+
+def resolve_max_num_reqs(result: int, configurator: Any, token_capacity: int) -> int:
+    """No more requests at once than there are views."""
+    return min(result, runtime.plan.num_rows) if runtime.plan else result
+
+
+def get_kv_pool_cls(result: Any, platform: Any, *, kind: str) -> Any:
+    """Pools for plain attention are tiered."""
+    if not runtime.active or kind != "mha":
+        return result
+    from sglang_qevict.pool import TieredKVPool
+
+    return TieredKVPool
+
+
+def get_paged_allocator_cls(result: Any, platform: Any) -> Any:
+    """The allocator asks claims as well as pages."""
+    if not runtime.active:
+        return result
+    from sglang_qevict.pool import TieredAllocator
+
+    return TieredAllocator
+
+
+def prefill_adder_init(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
+    """Admission learns how far running requests may grow, which SGLang tells the adder alone."""
+    project_running(adder)
+
+
+def prepare_for_extend(result: None, batch: Any) -> None:
+    """Prompt lengths, which a chunk's own batch does not show."""
+    state = runtime.state
+    if state is None:
+        return
+    for request in batch.reqs:
+        state.extend_prepared(
+            request.kv.req_pool_idx,
+            len(request.full_untruncated_fill_ids),
+            request.prefix_len,
+            request.extend_end,
+        )
+
+
+def get_internal_state(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """``/server_info`` shows what tiering holds."""
+    if runtime.state is not None:
+        result.internal_state["kv_tiering"] = runtime.state.report()
+    return result
+
+
+_SRT = "sglang.srt"
+HOOKS: tuple[tuple[str, Any, HookType], ...] = (
+    (f"{_SRT}.server_args.ServerArgs.add_cli_args", add_cli_args, HookType.AFTER),
+    (f"{_SRT}.server_args.ServerArgs.from_cli_args", from_cli_args, HookType.AFTER),
+    (
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
+        config_from_budget,
+        HookType.AROUND,
+    ),
+    (
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
+        resolve_max_num_reqs,
+        HookType.AFTER,
+    ),
+    (f"{_SRT}.platforms.interface.SRTPlatform.get_kv_pool_cls", get_kv_pool_cls, HookType.AFTER),
+    (
+        f"{_SRT}.platforms.interface.SRTPlatform.get_paged_allocator_cls",
+        get_paged_allocator_cls,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.schedule_policy.PrefillAdder.__init__",
+        prefill_adder_init,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        prepare_for_extend,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.scheduler_components.internal_state"
+        ".SchedulerInternalStateController.get_internal_state",
+        get_internal_state,
+        HookType.AFTER,
+    ),
+)
+
+
+def register_hooks() -> None:
+    """Register all hooks with SGLang, which applies them when all plugins are loaded."""
+    for target, hook, kind in HOOKS:
+        HookRegistry.register(target, hook, kind)
+
+
+def require_hooks() -> None:
+    """Check that SGLang applied every hook in this process.
+
+    Raises ``RuntimeError`` naming the missing ones: without them memory would not be
+    accounted for, so a server must not start.
+    """
+    missing = [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            f"KV tiering could not hook {', '.join(missing)}: this SGLang is not one that "
+            "`sglang-qevict doctor` lists as tested"
+        )

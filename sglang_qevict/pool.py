@@ -1,0 +1,122 @@
+"""The tiered KV pool and its allocator, as SGLang builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+
+from sglang_qevict.admission import TieredPrefillBudget
+from sglang_qevict.runtime import runtime
+
+__all__ = ["TieredAllocator", "TieredKVPool"]
+
+
+class TieredKVPool(MHATokenToKVPool):
+    """Windows in one arena instead of one buffer a layer.
+
+    SGLang addresses tokens logically (``page * W + offset``); where a window really lies
+    only the tier manager knows. So nobody but the ``qevict`` backend can read it.
+    """
+
+    def _create_buffers(self) -> None:
+        plan = runtime.require_plan()
+        self.storage = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=self.device)
+        self.k_buffer, self.v_buffer = [], []
+        self.k_scale_buffer = self.v_scale_buffer = None
+
+    def get_kv_size_bytes(self) -> int:
+        """Bytes of windows and tables together, for SGLang's log."""
+        return runtime.require_plan().total_bytes
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write new tokens (``[T, Hkv, D]`` each) to their FULL windows."""
+        loc, _, _ = unwrap_write_loc(loc_info)
+        manager = runtime.require_state().manager
+        manager.store(layer.layer_id - self.start_layer, loc, cache_k, cache_v)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Always raises: tiered windows can't be read as one buffer."""
+        raise RuntimeError(
+            "tiered KV windows can only be read by --attention-backend qevict, but something "
+            f"asked for the buffer of layer {layer_id}"
+        )
+
+    get_value_buffer = get_key_buffer
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Always raises, like ``get_key_buffer``."""
+        raise RuntimeError(self.get_key_buffer(layer_id))
+
+
+class TieredAllocator(PagedTokenToKVPoolAllocator):
+    """Logical pages, gated by the claims of their requests.
+
+    ``size`` and ``available_size`` stay purely logical, as SGLang's leak check wants them;
+    what fits in bytes is asked where SGLang decides about requests.
+    """
+
+    def create_prefill_budget(
+        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
+    ) -> TieredPrefillBudget:
+        """Admission control of one prefill pass."""
+        return TieredPrefillBudget(
+            self,
+            tree_cache,
+            runtime.require_state().ledger,
+            num_mixed_decode_tokens=num_mixed_decode_tokens,
+        )
+
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, **limits: Any
+    ) -> int | None:
+        """What a request may generate alone on an empty server; None if its prompt can't fit."""
+        logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **limits)
+        if logical is None:
+            return None
+        ledger = runtime.require_state().ledger
+        claims, capacity = ledger.claims, ledger.capacity_bytes
+        if claims.peak_bytes(input_tokens, input_tokens) > capacity:
+            return None
+        low, high = 0, logical
+        while low < high:
+            middle = (low + high + 1) // 2
+            if claims.peak_bytes(input_tokens, input_tokens + middle) <= capacity:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def check_decode_capacity(
+        self,
+        *,
+        num_tokens: int,
+        tree_cache: Any,
+        requests: Any = None,
+        spec_algorithm: Any = None,
+    ) -> bool:
+        """Whether these requests can decode their next token, in pages and in bytes."""
+        if not super().check_decode_capacity(
+            num_tokens=num_tokens,
+            tree_cache=tree_cache,
+            requests=requests,
+            spec_algorithm=spec_algorithm,
+        ):
+            return False
+        ledger = runtime.require_state().ledger
+        rows = [request.kv.req_pool_idx for request in requests or ()]
+        return ledger.decode_bytes(row for row in rows if row in ledger) <= ledger.capacity_bytes
+
+    def verify_byte_accounting(self) -> list[str]:
+        """SGLang's idle check: what is wrong with claims, copies and views."""
+        return runtime.require_state().check_when_changed()

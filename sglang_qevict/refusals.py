@@ -1,0 +1,202 @@
+"""What tiering cannot serve: each case with the flag to drop or the model feature, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
+from qevict_tiers.config import TieringConfig
+
+__all__ = ["FLAG_REFUSALS", "MODEL_REFUSALS", "Refusal", "refused_flags", "refused_model"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that tiering does not serve.
+
+    what: for the table in the docs, a flag or a feature of a model. found: whether
+    SGLang's arguments (or its model configuration) ask for it. reason: why, in a few words.
+    """
+
+    what: str
+    found: Callable[[Any], bool]
+    reason: str
+
+
+def _is_set(field: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, field))
+
+
+def _above_one(field: str) -> Callable[[Any], bool]:
+    return lambda args: getattr(args, field) > 1
+
+
+def _not_in(field: str, *allowed: Any) -> Callable[[Any], bool]:
+    return lambda args: getattr(args, field) not in allowed
+
+
+_OWN_TIERS = "tiering keeps its own copies and tiers of the KV cache"
+_ROW_SHAPE = "it writes or reads KV in a shape that tiered windows do not have"
+
+FLAG_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--speculative-algorithm",
+        _is_set("speculative_algorithm"),
+        "rejected draft tokens cannot be taken back from windows",
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        _not_in("disaggregation_mode", "null"),
+        "tiered windows are not transferred between servers",
+    ),
+    Refusal("--enable-pdmux", _is_set("enable_pdmux"), "it runs prefill and decode concurrently"),
+    Refusal("--enable-hierarchical-cache", _is_set("enable_hierarchical_cache"), _OWN_TIERS),
+    Refusal("--enable-hisparse", _is_set("enable_hisparse"), _OWN_TIERS),
+    Refusal("--enable-lmcache", _is_set("enable_lmcache"), _OWN_TIERS),
+    Refusal("--enable-flexkv", _is_set("enable_flexkv"), _OWN_TIERS),
+    Refusal(
+        "--enable-unified-cache-external-linker",
+        _is_set("enable_unified_cache_external_linker"),
+        _OWN_TIERS,
+    ),
+    Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), _OWN_TIERS),
+    Refusal(
+        "--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), _ROW_SHAPE
+    ),
+    Refusal("--enable-kv-cache-sharding", _is_set("enable_kv_cache_sharding"), _ROW_SHAPE),
+    Refusal(
+        "--enable-two-batch-overlap",
+        _is_set("enable_two_batch_overlap"),
+        "routing happens once a step, for one batch",
+    ),
+    Refusal(
+        "--enable-deterministic-inference",
+        _is_set("enable_deterministic_inference"),
+        "it prescribes other attention kernels",
+    ),
+    Refusal(
+        "--enable-streaming-session",
+        _is_set("enable_streaming_session"),
+        "a session would keep rows that tiering believes are gone",
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        _not_in("kv_cache_dtype", "auto", "bf16", "bfloat16", "float16"),
+        "FULL windows have the model's dtype and the others a code of tiering's own",
+    ),
+    Refusal("--dcp-size", _above_one("dcp_size"), "a window is not spread over ranks"),
+    Refusal("--attn-cp-size", _above_one("attn_cp_size"), "a prompt is not spread over ranks"),
+    Refusal("--pp-size", _above_one("pp_size"), "the budget spans all layers of a model"),
+    Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "diffusion rewrites tokens in place"),
+    Refusal(
+        "--prefill-only-disable-kv-cache",
+        _is_set("prefill_only_disable_kv_cache"),
+        "there would be nothing to tier",
+    ),
+    Refusal(
+        "--attention-backend",
+        _not_in("attention_backend", None, "qevict"),
+        "tiered windows can only be read by the backend qevict",
+    ),
+    Refusal(
+        "--prefill-attention-backend",
+        _not_in("prefill_attention_backend", None, "qevict"),
+        "tiered windows can only be read by the backend qevict",
+    ),
+    Refusal(
+        "--decode-attention-backend",
+        _not_in("decode_attention_backend", None, "qevict"),
+        "tiered windows can only be read by the backend qevict",
+    ),
+    Refusal(
+        "--radix-cache-backend",
+        _not_in("radix_cache_backend", None, "qevict"),
+        "prefixes of tiered windows are kept by tiering",
+    ),
+)
+
+
+def _text(field: str) -> Callable[[Any], bool]:
+    return lambda model: bool(getattr(model.hf_text_config, field, None))
+
+
+def _is_mla(model: Any) -> bool:
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return bool(model.attention_arch == AttentionArch.MLA)
+
+
+def _is_recurrent(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def _has_sliding_window(model: Any) -> bool:
+    return bool(model.is_hybrid_swa or model.attention_chunk_size) or (
+        model.sliding_window_size is not None and model.sliding_window_size > -1
+    )
+
+
+MODEL_REFUSALS: tuple[Refusal, ...] = (
+    Refusal("multi-head latent attention (MLA)", _is_mla, "it keeps latents, not keys and values"),
+    Refusal(
+        "sliding-window or chunked attention",
+        _has_sliding_window,
+        "its layers forget by position already",
+    ),
+    Refusal("recurrent (Mamba, linear attention) layers", _is_recurrent, "they have no windows"),
+    Refusal(
+        "attention sinks", lambda model: bool(model.has_attention_sinks), "window masses miss them"
+    ),
+    Refusal(
+        "attention logit caps",
+        lambda model: _text("attn_logit_softcapping")(model),
+        "scores are exact only for plain softmax",
+    ),
+    Refusal(
+        "KV shared between layers",
+        _text("num_kv_shared_layers"),
+        "each layer routes windows of its own",
+    ),
+    Refusal(
+        "multimodal rotary positions (mrope)",
+        lambda model: bool(model.model_is_mrope),
+        "a window's rotation must follow from its place in the text",
+    ),
+    Refusal("encoder-decoder attention", lambda model: bool(model.is_encoder_decoder), "it is not "
+            "causal self-attention"),
+    Refusal(
+        f"head_dim other than {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
+        lambda model: model.head_dim not in SUPPORTED_HEAD_DIMS
+        or model.v_head_dim != model.head_dim,
+        "no kernel was built for it",
+    ),
+)
+
+
+def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
+    """A sentence for each flag among SGLang's raw arguments that cannot be served."""
+    for refusal in FLAG_REFUSALS:
+        if refusal.found(server_args):
+            yield (
+                f"--kv-tiering qevict does not work with {refusal.what}, since {refusal.reason}: "
+                f"drop one of the two"
+            )
+    if server_args.page_size not in (None, config.window):
+        yield (
+            f"--page-size must equal --kv-tiering-window ({config.window}), got "
+            f"{server_args.page_size}: drop --page-size"
+        )
+
+
+def refused_model(model_config: Any) -> Iterator[str]:
+    """A sentence for each feature of a model that cannot be served."""
+    for refusal in MODEL_REFUSALS:
+        if refusal.found(model_config):
+            yield (
+                f"--kv-tiering qevict does not serve models with {refusal.what}, since "
+                f"{refusal.reason}: drop --kv-tiering, or serve another model"
+            )
