@@ -1,26 +1,20 @@
-"""Vector code of ``extend``: the three inner functions, generated as LLVM IR.
+"""Vector code of ``extend``: products, softmax and mass of one block of keys.
 
-Lanes are query rows. A *panel* is ``PANEL_VECTORS`` vectors of ``LANES`` rows; every
-array over rows has a panel's ``PANEL`` rows as its last, contiguous dimension. A row
-never meets its neighbours: each lane does the same arithmetic whatever else is in the
-vector, which is what makes results independent of batch, tile and chunk.
+Lanes are query rows. A *panel* is ``PANEL_VECTORS`` vectors of rows, and every array over
+rows has a panel as its last, contiguous dimension (written ``P`` below). A lane never meets
+its neighbours, so a row's arithmetic is the same in whatever tile it stands; maximum and
+sum need no step across lanes.
 
-============== ======================================================================
-``multiply``   ``c[m, row] (+)= sum_k a[m, k] * b[k, row]``; a is broadcast, b and c are
-               lanes. Serves queries against keys and probabilities against values.
-``softmax``    one block of scores to probabilities: maximum, window sums, rescaling
-``normalise``  window sums relative to a block's maximum to attention mass
-============== ======================================================================
-
-``multiply`` comes in float32 and in bfloat16 pairs: two neighbours of the summed
-dimension share a 32-bit lane and one ``dpbf16ps`` multiplies and adds both, exactly,
-in float32. The pair form needs the instruction (``HAS_PAIRS``).
+Products come in float32 and in bfloat16 *pairs*: two neighbours of the summed dimension
+share a 32-bit lane, and one ``dpbf16ps`` adds both products, exact before they are added in
+float32. ``host_has_pairs`` says whether the instruction is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -28,47 +22,120 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from qevict_kernels.numba.ir import F32, I32, I64, Emitter, vector_function
+from qevict_kernels.numba.spec import Spec, SpecType
+
 __all__ = [
-    "HAS_PAIRS",
-    "LANES",
     "NO_SCORE",
-    "PANEL",
     "PANEL_VECTORS",
-    "ROW_BLOCK",
-    "multiply_keys",
-    "multiply_values",
-    "normalise",
+    "add_values",
+    "add_values_pairs",
+    "constant",
+    "host_has_pairs",
+    "key_scores",
+    "key_scores_pairs",
+    "mass",
     "softmax",
+    "softmax_pairs",
 ]
 
-# The features numba compiles for, which NUMBA_CPU_FEATURES may narrow.
-_FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-_WIDE = "+avx512f" in _FEATURES
-
-HAS_PAIRS = "+avx512bf16" in _FEATURES
-"""Whether bfloat16 products can be formed without conversion."""
-LANES = 16 if _WIDE else 8
 PANEL_VECTORS = 3
-PANEL = LANES * PANEL_VECTORS
-"""Rows of a panel."""
-ROW_BLOCK = 8 if _WIDE else 4
-"""Rows of ``c`` held in registers: 24 accumulators of 32 registers, or 12 of 16."""
 
 NO_SCORE = -1e30
 """Running maximum of a row that has seen no key; finite, so that differences are."""
 
-# Minimax polynomial of 2**x on [-.5, .5] with 2**0 == 1 exactly, relative error 9e-8.
-_EXP2 = (0.6931470036506653, 0.24022242426872253, 0.05550733581185341)
-_EXP2 += (0.009671512991189957, 0.001326472731307149)
+# Minimax polynomial of 2**x on [-1/2, 1/2] that is 1 at 0, relative error 9e-8.
+_EXP2 = (
+    1.0,
+    0.6931470036506653,
+    0.24022242426872253,
+    0.05550733581185341,
+    0.009671512991189957,
+    0.001326472731307149,
+)
 # 1.5 * 2**23: adding it leaves the nearest integer in the low bits of the float.
 _ROUNDER = 12582912.0
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_F32_PTR, _I32_PTR = _F32.as_pointer(), _I32.as_pointer()
-_FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+@cache
+def host_has_pairs() -> bool:
+    """Whether the CPU that numba compiles for multiplies bfloat16 pairs."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
+    return "+avx512bf16" in features.split(",")
 
 
-class _BFloat(ir.HalfType):  # type: ignore[misc]
+def _constants(spec: Spec) -> dict[str, int]:
+    geometry, record = spec.geometry, spec.record
+    return {
+        "head_dim": spec.head_dim,
+        "window": spec.window,
+        "lanes": spec.lanes,
+        "panel": PANEL_VECTORS * spec.lanes,
+        "row_block": _row_block(spec),
+        "bf16": int(spec.half == "bf16"),
+        "pairs": int(spec.half == "bf16" and spec.lanes == 16 and host_has_pairs()),
+        "rotary_dim": spec.rotary_dim,
+        "is_neox": int(spec.is_neox),
+        "group_size": geometry.group_size,
+        "num_kv_heads": geometry.num_kv_heads,
+        "key_bits": geometry.key_bits,
+        "value_bits": geometry.value_bits,
+        "code_group": geometry.code_group,
+        "fp16_params": int(spec.fp16_params),
+        "record_bytes": record.record_bytes,
+        "key_codes": record.key_codes,
+        "value_codes": record.value_codes,
+        "key_scales": record.key_scales,
+        "key_zeros": record.key_zeros,
+        "value_scales": record.value_scales,
+        "value_zeros": record.value_zeros,
+        "header": record.header,
+    }
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def constant(typing_context: Any, spec: SpecType, name: Any) -> Any:
+    """A number that is fixed by ``spec``, known to the optimiser."""
+    value = _constants(spec.spec)[name.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.int64, value)
+
+    return types.int64(spec, name), generate
+
+
+def _row_block(spec: Spec) -> int:
+    """Rows of a product held in registers: 24 accumulators of 32, or 12 of 16."""
+    return 8 if spec.lanes == 16 else 4
+
+
+def _exp2(e: Emitter, x: ir.Value) -> ir.Value:
+    """2**x: 1 exactly at 0, below 2**-126 under -126, NaN for NaN; no conversion to integers."""
+    x = e.maximum(e.splat(-126.0), x)
+    shifted = e.fadd(x, e.splat(_ROUNDER))
+    fraction = e.fsub(x, e.fsub(shifted, e.splat(_ROUNDER)))
+    y = e.splat(_EXP2[-1])
+    for coefficient in _EXP2[-2::-1]:
+        y = e.fma(y, fraction, e.splat(coefficient))
+    return e.as_float(e.b.add(e.as_int(y), e.shl(e.as_int(shifted), 23)))
+
+
+def _pack(e: Emitter, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """Pairs of bfloat16 of two float32 vectors of non-negative numbers, rounded to nearest."""
+    half = e.splat_int(0x8000)
+    low = e.lshr(e.b.add(e.as_int(even), half), 16)
+    high = e.b.and_(e.b.add(e.as_int(odd), half), e.splat_int(0xFFFF0000))
+    return e.b.or_(low, high)
+
+
+def _broadcast(e: Emitter, value: ir.Value) -> ir.Value:
+    """A 32-bit scalar in every lane."""
+    typ = ir.VectorType(value.type, e.lanes)
+    single = e.b.insert_element(typ(ir.Undefined), value, I32(0))
+    return e.shuffle(single, None, [0] * e.lanes)
+
+
+class _BFloat(ir.HalfType):
     """LLVM's ``bfloat``, which llvmlite does not name."""
 
     def __str__(self) -> str:
@@ -77,181 +144,260 @@ class _BFloat(ir.HalfType):  # type: ignore[misc]
     _to_string = __str__
 
 
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+def _pair_fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """c + a.odd * b.odd + a.even * b.even in each 32-bit lane."""
+    pairs = ir.VectorType(_BFloat(), 2 * e.lanes)
+    typ = ir.FunctionType(c.type, [c.type, pairs, pairs])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(e.b.module, typ, name)
+    return e.b.call(function, [c, e.b.bitcast(a, pairs), e.b.bitcast(b, pairs)])
 
 
-def _splat(value: float) -> ir.Constant:
-    return ir.Constant(_FLOATS, [value] * LANES)
+@contextmanager
+def _steps(e: Emitter, count: ir.Value, step: int) -> Iterator[ir.Value]:
+    """Loop with an index 0, step, 2 * step, ... below ``count``."""
+    with cgutils.for_range_slice(e.b, I64(0), count, I64(step), I64) as (index, _):
+        yield index
 
 
-def _splat_int(value: int) -> ir.Constant:
-    return ir.Constant(_INTS, [value] * LANES)
-
-
-class _Code:
-    """An IR builder with the vector idioms of this module."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.b = builder
-
-    def broadcast(self, scalar: ir.Value) -> ir.Value:
-        """A vector of copies of a 32-bit scalar."""
-        vector = _INTS if scalar.type == _I32 else _FLOATS
-        undefined = ir.Constant(vector, ir.Undefined)
-        one = self.b.insert_element(undefined, scalar, _I32(0))
-        return self.b.shuffle_vector(one, undefined, ir.Constant(_INTS, [0] * LANES))
-
-    def at(self, pointer: ir.Value, *terms: ir.Value | int) -> ir.Value:
-        """``pointer`` moved by the sum of ``terms`` elements."""
-        for term in terms:
-            pointer = self.b.gep(pointer, [_I64(term) if isinstance(term, int) else term])
-        return pointer
-
-    def load(self, pointer: ir.Value) -> ir.Value:
-        """The vector at a float32 or int32 pointer."""
-        vector = _INTS if pointer.type == _I32_PTR else _FLOATS
-        return self.b.load(self.b.bitcast(pointer, vector.as_pointer()), align=4)
-
-    def store(self, value: ir.Value, pointer: ir.Value) -> None:
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
-
-    def times(self, value: ir.Value, factor: int) -> ir.Value:
-        return self.b.mul(value, _I64(factor))
-
-    def variable(self, value: ir.Value) -> ir.Value:
-        """A slot in the entry block that LLVM turns into registers."""
-        return cgutils.alloca_once_value(self.b, value)
-
-    @contextmanager
-    def steps(self, count: ir.Value, step: int = 1) -> Any:
-        """Loop with an index 0, step, 2 * step, ... below ``count``."""
-        with cgutils.for_range_slice(self.b, _I64(0), count, _I64(step), _I64) as (index, _):
-            yield index
-
-    def maximum(self, running: ir.Value, value: ir.Value) -> ir.Value:
-        return self.b.select(self.b.fcmp_ordered(">", running, value), running, value)
-
-    def call(self, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-        declared = ir.FunctionType(result, [arg.type for arg in args])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, declared, name), args)
-
-    def multiply_add(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        return self.call(f"llvm.fma.v{LANES}f32", _FLOATS, x, y, z)
-
-    def pair_multiply_add(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        x, y = self.b.bitcast(x, _BFLOATS), self.b.bitcast(y, _BFLOATS)
-        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, z, x, y)
-
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """2**x: 1 exactly at 0, tiny below -126, NaN for NaN."""
-        b = self.b
-        # The comparison is ordered so that NaN falls through to x.
-        x = b.select(b.fcmp_ordered("<", x, _splat(-126.0)), _splat(-126.0), x)
-        shifted = b.fadd(x, _splat(_ROUNDER))
-        fraction = b.fsub(x, b.fsub(shifted, _splat(_ROUNDER)))
-        result = _splat(_EXP2[-1])
-        for coefficient in (*_EXP2[-2::-1], 1.0):
-            result = self.multiply_add(result, fraction, _splat(coefficient))
-        exponent = b.shl(b.bitcast(shifted, _INTS), _splat_int(23))
-        return b.bitcast(b.add(b.bitcast(result, _INTS), exponent), _FLOATS)
-
-    def pack(self, even: ir.Value, odd: ir.Value) -> ir.Value:
-        """Pairs of bfloat16, rounded to nearest, from two vectors of finite numbers >= 0."""
-        b = self.b
-        half = _splat_int(0x8000)
-        even = b.lshr(b.add(b.bitcast(even, _INTS), half), _splat_int(16))
-        odd = b.and_(b.add(b.bitcast(odd, _INTS), half), _splat_int(-65536))
-        return b.or_(even, odd)
-
-
-def _function(
-    module: ir.Module,
-    name: str,
-    arguments: list[ir.Type],
-    body: Callable[..., None],
-) -> ir.Function:
-    """The function ``name`` of ``module``, made on first use.
-
-    It stays a function of its own with pointers that don't overlap, so that LLVM
-    allocates registers for this loop alone.
-    """
-    name = f"qevict_extend_{name}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    function.attributes.add("nounwind")
-    for argument in function.args:
-        if isinstance(argument.type, ir.PointerType):
-            argument.add_attribute("noalias")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    body(_Code(builder), *function.args)
-    builder.ret_void()
-    return function
+def _times(e: Emitter, index: ir.Value, factor: int) -> ir.Value:
+    return e.b.mul(index, I64(factor))
 
 
 def _multiply(
-    module: ir.Module, vectors: int, pairs: bool, row_stride: int, sum_stride: int, add: bool
-) -> ir.Function:
-    """``c[m, row] = alpha[row] * c[m, row] + sum_k a[m, k] * b[k, row]``.
+    e: Emitter,
+    spec: Spec,
+    c: ir.Value,
+    a: ir.Value,
+    b: ir.Value,
+    alpha: ir.Value | None,
+    num_m: ir.Value,
+    num_k: ir.Value,
+    num_vectors: ir.Value,
+    m_stride: int,
+    k_stride: int,
+    pairs: bool,
+) -> None:
+    """``c[m, p] = alpha[p] * c[m, p] + sum over k of a[m, k] * b[k, p]`` in the order of k.
 
-    Arguments: c, a, b, alpha, number of m (a multiple of ``ROW_BLOCK``), number of k.
-    Strides of a are in elements; ``add`` false takes c as 0. The order of k is fixed.
+    ``c`` is float32 ``[num_m, P]`` (taken as 0 without ``alpha``), ``b`` is ``[num_k, P]`` and
+    ``a[m, k]`` lies at element ``m * m_stride + k * k_stride``; elements are float32 or pairs.
+    Only the first ``num_vectors`` vectors of a panel are computed.
     """
-    element = _I32 if pairs else _F32
+    for vectors in range(1, PANEL_VECTORS + 1):
+        with (
+            e.b.if_then(e.b.icmp_signed("==", num_vectors, I64(vectors))),
+            _steps(e, num_m, _row_block(spec)) as m,
+        ):
+            _multiply_rows(e, spec, c, a, b, alpha, m, num_k, vectors, m_stride, k_stride, pairs)
 
-    def body(
-        code: _Code,
-        c: ir.Value,
-        a: ir.Value,
-        b: ir.Value,
-        alpha: ir.Value,
-        rows: ir.Value,
-        count: ir.Value,
-    ) -> None:
-        multiply_add = code.pair_multiply_add if pairs else code.multiply_add
-        with code.steps(rows, ROW_BLOCK) as row:
-            c_rows = code.at(c, code.times(row, PANEL))
-            a_rows = code.at(a, code.times(row, row_stride))
-            sums = {}
+
+def _multiply_rows(
+    e: Emitter,
+    spec: Spec,
+    c: ir.Value,
+    a: ir.Value,
+    b: ir.Value,
+    alpha: ir.Value | None,
+    m: ir.Value,
+    num_k: ir.Value,
+    vectors: int,
+    m_stride: int,
+    k_stride: int,
+    pairs: bool,
+) -> None:
+    """The rows of ``_multiply`` from ``m`` on that fit registers."""
+    panel = PANEL_VECTORS * e.lanes
+    element = I32 if pairs else F32
+    tile = [(i, v) for i in range(_row_block(spec)) for v in range(vectors)]
+    c = e.offset(c, _times(e, m, 4 * panel))
+    a = e.offset(a, _times(e, m, 4 * m_stride))
+    sums = {}
+    for i, v in tile:
+        start = e.splat(0.0)
+        if alpha is not None:
+            old = e.load(c, i * panel + v * e.lanes)
+            start = e.fmul(e.load(alpha, v * e.lanes), old)
+        sums[i, v] = e.variable(start)
+    with e.loop(num_k) as k:
+        row = e.offset(b, _times(e, k, 4 * panel))
+        column = e.offset(a, _times(e, k, 4 * k_stride))
+        lanes = [e.load(row, v * e.lanes, dtype=element) for v in range(vectors)]
+        for i in range(_row_block(spec)):
+            value = _broadcast(e, e.load(column, i * m_stride, 1, element))
             for v in range(vectors):
-                factor = code.load(code.at(alpha, v * LANES)) if add else None
-                for m in range(ROW_BLOCK):
-                    start = _splat(0.0)
-                    if factor is not None:
-                        start = code.b.fmul(factor, code.load(code.at(c_rows, m * PANEL + v * LANES)))
-                    sums[m, v] = code.variable(start)
-            with code.steps(count) as k:
-                b_row = code.at(b, code.times(k, PANEL))
-                lanes = [code.load(code.at(b_row, v * LANES)) for v in range(vectors)]
-                a_column = code.at(a_rows, code.times(k, sum_stride))
-                for m in range(ROW_BLOCK):
-                    value = code.broadcast(code.b.load(code.at(a_column, m * row_stride)))
-                    for v in range(vectors):
-                        total = code.b.load(sums[m, v])
-                        code.b.store(multiply_add(value, lanes[v], total), sums[m, v])
-            for (m, v), total in sums.items():
-                code.store(code.b.load(total), code.at(c_rows, m * PANEL + v * LANES))
-
-    form = "pairs" if pairs else "floats"
-    name = f"multiply_{form}_{vectors}_{row_stride}_{sum_stride}_{'add' if add else 'set'}"
-    pointer = element.as_pointer()
-    return _function(module, name, [_F32_PTR, pointer, pointer, _F32_PTR, _I64, _I64], body)
+                total = e.get(sums[i, v])
+                if pairs:
+                    total = _pair_fma(e, value, lanes[v], total)
+                else:
+                    total = e.fma(value, lanes[v], total)
+                e.set(sums[i, v], total)
+    for i, v in tile:
+        e.store(e.get(sums[i, v]), c, i * panel + v * e.lanes)
 
 
-def _softmax(module: ir.Module, window: int, pairs: bool, masked: bool) -> ir.Function:
-    """Scores of one block and one vector of rows to probabilities, in place.
+@vector_function
+def _key_scores(
+    e: Emitter,
+    spec: Spec,
+    scores: ir.Value,
+    keys: ir.Value,
+    query: ir.Value,
+    num_keys: ir.Value,
+    num_vectors: ir.Value,
+) -> None:
+    dim = spec.head_dim
+    _multiply(
+        e, spec, scores, keys, query, None, num_keys, I64(dim), num_vectors, dim, 1, pairs=False
+    )
 
-    Arguments: scores ``[keys, PANEL]``, key positions ``[keys]``, query positions
-    ``[PANEL]``, running maximum, sum and the factor for what was added before
-    ``[PANEL]``, maximum to remember ``[PANEL]``, window sums ``[keys / window, stride]``,
-    stride, number of keys, scale (of an exponent to base 2).
-    With ``pairs``, probabilities of keys 2i and 2i + 1 are written to row i.
-    """
 
-    def body(
-        code: _Code,
+@vector_function
+def _key_scores_pairs(
+    e: Emitter,
+    spec: Spec,
+    scores: ir.Value,
+    keys: ir.Value,
+    query: ir.Value,
+    num_keys: ir.Value,
+    num_vectors: ir.Value,
+) -> None:
+    dim = spec.head_dim // 2
+    _multiply(
+        e, spec, scores, keys, query, None, num_keys, I64(dim), num_vectors, dim, 1, pairs=True
+    )
+
+
+@vector_function
+def _add_values(
+    e: Emitter,
+    spec: Spec,
+    sums: ir.Value,
+    values: ir.Value,
+    weights: ir.Value,
+    alpha: ir.Value,
+    num_keys: ir.Value,
+    num_vectors: ir.Value,
+) -> None:
+    dim = spec.head_dim
+    _multiply(
+        e, spec, sums, values, weights, alpha, I64(dim), num_keys, num_vectors, 1, dim, pairs=False
+    )
+
+
+@vector_function
+def _add_values_pairs(
+    e: Emitter,
+    spec: Spec,
+    sums: ir.Value,
+    values: ir.Value,
+    weights: ir.Value,
+    alpha: ir.Value,
+    num_keys: ir.Value,
+    num_vectors: ir.Value,
+) -> None:
+    dim, half = spec.head_dim, e.b.lshr(num_keys, I64(1))
+    _multiply(
+        e, spec, sums, values, weights, alpha, I64(dim), half, num_vectors, 1, dim, pairs=True
+    )
+
+
+def _softmax_lanes(
+    e: Emitter,
+    spec: Spec,
+    scores: ir.Value,
+    key_positions: ir.Value,
+    positions: ir.Value,
+    maximum: ir.Value,
+    total: ir.Value,
+    alpha: ir.Value,
+    block_maximum: ir.Value,
+    window_sums: ir.Value,
+    scale: ir.Value,
+    num_keys: ir.Value,
+    num_stride: ir.Value,
+    pairs: bool,
+    masked: bool,
+) -> None:
+    """One vector of rows of ``softmax``."""
+    row_bytes = 4 * PANEL_VECTORS * e.lanes
+    scale = _broadcast(e, e.load(scale, 0, 1))
+    position = e.load(positions, 0, dtype=I32)
+
+    def visible(key: ir.Value) -> ir.Value:
+        key_position = _broadcast(e, e.load(key_positions, key, 1, I32))
+        return e.b.icmp_signed("<=", key_position, position)
+
+    before = e.load(maximum)
+    # Four running maxima, so that one comparison need not wait for the last.
+    running = [e.variable(before) for _ in range(4)]
+    with _steps(e, num_keys, 4) as first:
+        for i, slot in enumerate(running):
+            key = e.b.add(first, I64(i))
+            score = e.load(e.offset(scores, _times(e, key, row_bytes)))
+            if masked:
+                score = e.b.select(visible(key), score, e.splat(NO_SCORE))
+            e.set(slot, e.maximum(e.get(slot), score))
+    r0, r1, r2, r3 = (e.get(slot) for slot in running)
+    peak = e.maximum(e.maximum(r0, r1), e.maximum(r2, r3))
+    factor = _exp2(e, e.fmul(e.fsub(before, peak), scale))
+    e.store(peak, maximum)
+    e.store(peak, block_maximum)
+    e.store(factor, alpha)
+
+    block_sum = e.variable(e.splat(0.0))
+    sums_at = e.variable(window_sums)
+    with _steps(e, num_keys, spec.window) as first:
+        window_sum, even = e.splat(0.0), None
+        for i in range(spec.window):
+            key = e.b.add(first, I64(i))
+            row = e.offset(scores, _times(e, key, row_bytes))
+            weight = _exp2(e, e.fmul(e.fsub(e.load(row), peak), scale))
+            if masked:
+                weight = e.b.select(visible(key), weight, e.splat(0.0))
+            window_sum = e.fadd(window_sum, weight)
+            if not pairs:
+                e.store(weight, row)
+            elif even is None:
+                even = weight
+            else:
+                # Row key // 2 was read already: its keys come before this pair.
+                target = e.offset(scores, _times(e, e.b.lshr(key, I64(1)), row_bytes))
+                e.store(_pack(e, even, weight), target)
+                even = None
+        e.set(block_sum, e.fadd(e.get(block_sum), window_sum))
+        e.store(window_sum, e.get(sums_at))
+        e.set(sums_at, e.offset(e.get(sums_at), num_stride))
+    e.store(e.fma(e.load(total), factor, e.get(block_sum)), total)
+
+
+def _softmax(
+    e: Emitter,
+    spec: Spec,
+    pointers: list[ir.Value],
+    num_keys: ir.Value,
+    num_stride: ir.Value,
+    num_masked: ir.Value,
+    num_vectors: ir.Value,
+    pairs: bool,
+) -> None:
+    scores, key_positions, *lanes, scale = pointers
+    with e.loop(num_vectors) as v:
+        move = _times(e, v, 4 * e.lanes)
+        scores, *lanes = (e.offset(p, move) for p in (scores, *lanes))
+        arguments = (scores, key_positions, *lanes, scale, num_keys, num_stride)
+        masked = e.b.icmp_signed("!=", num_masked, I64(0))
+        with e.b.if_else(masked) as (then, otherwise):
+            with then:
+                _softmax_lanes(e, spec, *arguments, pairs=pairs, masked=True)
+            with otherwise:
+                _softmax_lanes(e, spec, *arguments, pairs=pairs, masked=False)
+
+
+def _softmax_function(pairs: bool) -> Any:
+    def softmax(
+        e: Emitter,
+        spec: Spec,
         scores: ir.Value,
         key_positions: ir.Value,
         positions: ir.Value,
@@ -259,222 +405,118 @@ def _softmax(module: ir.Module, window: int, pairs: bool, masked: bool) -> ir.Fu
         total: ir.Value,
         alpha: ir.Value,
         block_maximum: ir.Value,
-        sums: ir.Value,
-        stride: ir.Value,
-        keys: ir.Value,
+        window_sums: ir.Value,
         scale: ir.Value,
+        num_keys: ir.Value,
+        num_stride: ir.Value,
+        num_masked: ir.Value,
+        num_vectors: ir.Value,
     ) -> None:
-        b = code.b
-        scale = code.broadcast(scale)
-        position = code.load(positions) if masked else None
+        state = [positions, maximum, total, alpha, block_maximum, window_sums]
+        pointers = [scores, key_positions, *state, scale]
+        _softmax(e, spec, pointers, num_keys, num_stride, num_masked, num_vectors, pairs)
 
-        def visible(key: ir.Value) -> ir.Value:
-            key_position = code.broadcast(b.load(code.at(key_positions, key)))
-            return b.icmp_signed("<=", key_position, position)
-
-        before = code.load(maximum)
-        # Several maxima, so that one does not wait for the other.
-        running = [code.variable(before) for _ in range(4)]
-        with code.steps(keys, 4) as first:
-            for i, slot in enumerate(running):
-                key = b.add(first, _I64(i))
-                score = code.load(code.at(scores, code.times(key, PANEL)))
-                if masked:
-                    score = b.select(visible(key), score, _splat(NO_SCORE))
-                b.store(code.maximum(b.load(slot), score), slot)
-        r0, r1, r2, r3 = (b.load(slot) for slot in running)
-        peak = code.maximum(code.maximum(r0, r1), code.maximum(r2, r3))
-        factor = code.exp2(b.fmul(b.fsub(before, peak), scale))
-        code.store(peak, maximum)
-        code.store(peak, block_maximum)
-        code.store(factor, alpha)
-
-        block_sum = code.variable(_splat(0.0))
-        sums_slot = code.variable(sums)
-        with code.steps(keys, window) as first:
-            window_sum, even = _splat(0.0), None
-            for i in range(window):
-                key = b.add(first, _I64(i))
-                row = code.at(scores, code.times(key, PANEL))
-                weight = code.exp2(b.fmul(b.fsub(code.load(row), peak), scale))
-                if masked:
-                    weight = b.select(visible(key), weight, _splat(0.0))
-                window_sum = b.fadd(window_sum, weight)
-                if not pairs:
-                    code.store(weight, row)
-                elif even is None:
-                    even = weight
-                else:
-                    # Row key / 2 was read already: both of its keys come before this pair.
-                    target = code.at(scores, code.times(b.lshr(key, _I64(1)), PANEL))
-                    code.store(b.bitcast(code.pack(even, weight), _FLOATS), target)
-                    even = None
-            b.store(b.fadd(b.load(block_sum), window_sum), block_sum)
-            target = b.load(sums_slot)
-            code.store(window_sum, target)
-            b.store(code.at(target, stride), sums_slot)
-        code.store(code.multiply_add(code.load(total), factor, b.load(block_sum)), total)
-
-    form = "pairs" if pairs else "floats"
-    name = f"softmax_{form}_{window}_{'masked' if masked else 'whole'}"
-    pointers = [_F32_PTR, _I32_PTR, _I32_PTR, *[_F32_PTR] * 5]
-    return _function(module, name, [*pointers, _I64, _I64, _F32], body)
+    softmax.__name__ += "_pairs" if pairs else ""
+    return vector_function(softmax)
 
 
-def _addresses(code: _Code, values: list[ir.Value], kinds: list[ir.Type]) -> list[ir.Value]:
-    """Addresses as pointers of ``kinds``."""
-    return [code.b.inttoptr(v, kind) for v, kind in zip(values, kinds, strict=True)]
+@vector_function
+def _mass(
+    e: Emitter,
+    spec: Spec,
+    window_sums: ir.Value,
+    block_maximum: ir.Value,
+    maximum: ir.Value,
+    total: ir.Value,
+    scale: ir.Value,
+    num_windows: ir.Value,
+    num_stride: ir.Value,
+    num_vectors: ir.Value,
+) -> None:
+    factor_scale = _broadcast(e, e.load(scale, 0, 1))
+    with e.loop(num_vectors) as v:
+        lane = _times(e, v, e.lanes)
+        distance = e.fsub(e.load(block_maximum, lane), e.load(maximum, lane))
+        weight = _exp2(e, e.fmul(distance, factor_scale))
+        # A row that saw a key has a total of at least 1; another row's sums are 0.
+        factor = e.b.fdiv(weight, e.maximum(e.splat(1.0), e.load(total, lane)))
+        with e.loop(num_windows) as window:
+            target = e.offset(window_sums, e.b.mul(window, num_stride))
+            e.store(e.fmul(e.load(target, lane), factor), target, lane)
 
 
-def _switch(code: _Code, vectors: ir.Value, emit: Callable[[int], None]) -> None:
-    """``emit(n)`` for the run-time ``vectors`` n in 1 .. ``PANEL_VECTORS``."""
-    for n in range(1, PANEL_VECTORS + 1):
-        with code.b.if_then(code.b.icmp_signed("==", vectors, _I64(n))):
-            emit(n)
-
-
-_ADDRESS = types.intp
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def multiply_keys(
-    typing: Any, spec: Any, pairs: Any, scores: Any, keys: Any, query: Any, count: Any, vectors: Any
-) -> Any:
-    """scores ``[count, PANEL]`` = keys ``[count, D]`` x query ``[D, PANEL]``, by address.
-
-    ``pairs`` (a literal): keys are bfloat16 and query is pairs ``[D / 2, PANEL]``.
-    """
-    pair, dim = pairs.literal_value, spec.spec.head_dim
-    length = dim // 2 if pair else dim
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        element = (_I32 if pair else _F32).as_pointer()
-        c, a, b = _addresses(code, args[2:5], [_F32_PTR, element, element])
-
-        def emit(n: int) -> None:
-            function = _multiply(builder.module, n, pair, length, 1, add=False)
-            builder.call(function, [c, a, b, ir.Constant(_F32_PTR, None), args[5], _I64(length)])
-
-        _switch(code, args[6], emit)
-        return context.get_dummy_value()
-
-    return types.void(spec, pairs, *[_ADDRESS] * 5), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def multiply_values(
-    typing: Any,
-    spec: Any,
-    pairs: Any,
-    sums: Any,
-    values: Any,
-    weights: Any,
-    alpha: Any,
-    count: Any,
-    vectors: Any,
-) -> Any:
-    """sums ``[D, PANEL]`` = alpha * sums + values^T x weights ``[count, PANEL]``, by address.
-
-    values are float32 ``[count, D]``; ``pairs`` (a literal): bfloat16 pairs of two
-    tokens ``[count / 2, D]``, and weights are pairs likewise.
-    """
-    pair, dim = pairs.literal_value, spec.spec.head_dim
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        element = (_I32 if pair else _F32).as_pointer()
-        c, a, b, factor = _addresses(code, args[2:6], [_F32_PTR, element, element, _F32_PTR])
-        length = builder.lshr(args[6], _I64(1)) if pair else args[6]
-
-        def emit(n: int) -> None:
-            function = _multiply(builder.module, n, pair, 1, dim, add=True)
-            builder.call(function, [c, a, b, factor, _I64(dim), length])
-
-        _switch(code, args[7], emit)
-        return context.get_dummy_value()
-
-    return types.void(spec, pairs, *[_ADDRESS] * 6), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def softmax(
-    typing: Any,
-    spec: Any,
-    pairs: Any,
-    scores: Any,
-    key_positions: Any,
-    positions: Any,
-    maximum: Any,
-    total: Any,
-    alpha: Any,
-    block_maximum: Any,
-    sums: Any,
-    stride: Any,
-    count: Any,
-    scale: Any,
-    masked: Any,
-    vectors: Any,
-) -> Any:
-    """One step of the online softmax over a block of keys; see ``_softmax``."""
-    pair, window = pairs.literal_value, spec.spec.window
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        kinds = [_F32_PTR, _I32_PTR, _I32_PTR, *[_F32_PTR] * 5]
-        pointers = _addresses(code, args[2:10], kinds)
-        stride, count, scale, masked, vectors = args[10:]
-        with code.steps(vectors) as v:
-            lane = code.times(v, LANES)
-            moved = [p if i == 1 else code.at(p, lane) for i, p in enumerate(pointers)]
-            with builder.if_else(masked) as (then, otherwise):
-                for branch, mask in ((then, True), (otherwise, False)):
-                    with branch:
-                        function = _softmax(builder.module, window, pair, mask)
-                        builder.call(function, [*moved, stride, count, scale])
-        return context.get_dummy_value()
-
-    return types.void(
-        spec, pairs, *[_ADDRESS] * 10, types.float32, types.boolean, types.intp
-    ), generate
+# What follows is called from numba code; every argument but ``num_*`` is an address.
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def normalise(
-    typing: Any,
-    sums: Any,
-    stride: Any,
-    windows: Any,
-    block_maximum: Any,
-    maximum: Any,
-    total: Any,
-    scale: Any,
-    vectors: Any,
-) -> Any:
-    """Window sums ``[windows, stride]`` of one block to attention mass, in place, by address.
+def key_scores(typing_context: Any, spec: SpecType, scores: Any, keys: Any, query: Any,
+               num_keys: Any, num_vectors: Any) -> Any:  # fmt: skip
+    """scores ``[num_keys, P]`` = keys ``[num_keys, D]`` x query ``[D, P]``, all float32."""
+    return _key_scores(spec, scores, keys, query, num_keys, num_vectors)
 
-    ``mass = sum * 2**((block_maximum - maximum) * scale) / total``
+
+@intrinsic  # type: ignore[untyped-decorator]
+def key_scores_pairs(typing_context: Any, spec: SpecType, scores: Any, keys: Any, query: Any,
+                     num_keys: Any, num_vectors: Any) -> Any:  # fmt: skip
+    """As ``key_scores``; keys bfloat16 ``[num_keys, D]``, query pairs ``[D / 2, P]``."""
+    return _key_scores_pairs(spec, scores, keys, query, num_keys, num_vectors)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_values(typing_context: Any, spec: SpecType, sums: Any, values: Any, weights: Any,
+               alpha: Any, num_keys: Any, num_vectors: Any) -> Any:  # fmt: skip
+    """sums ``[D, P]`` = alpha ``[P]`` * sums + values ``[num_keys, D]``^T x weights
+    ``[num_keys, P]``, all float32."""
+    return _add_values(spec, sums, values, weights, alpha, num_keys, num_vectors)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_values_pairs(typing_context: Any, spec: SpecType, sums: Any, values: Any, weights: Any,
+                     alpha: Any, num_keys: Any, num_vectors: Any) -> Any:  # fmt: skip
+    """As ``add_values``; values ``[num_keys / 2, D]`` and weights ``[num_keys / 2, P]`` are
+    pairs of tokens."""
+    return _add_values_pairs(spec, sums, values, weights, alpha, num_keys, num_vectors)
+
+
+_softmax_floats, _softmax_pairs = _softmax_function(pairs=False), _softmax_function(pairs=True)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def softmax(typing_context: Any, spec: SpecType, scores: Any, key_positions: Any, positions: Any,
+            maximum: Any, total: Any, alpha: Any, block_maximum: Any, window_sums: Any,
+            scale: Any, num_keys: Any, num_stride: Any, num_masked: Any,
+            num_vectors: Any) -> Any:  # fmt: skip
+    """Online softmax over one block: scores ``[num_keys, P]`` become weights, in place.
+
+    key_positions int32 ``[num_keys]``, positions int32 ``[P]``: where ``num_masked`` is not 0
+    a key counts only up to a row's position. maximum, total ``[P]``: running state; alpha
+    ``[P]``: factor for what was summed before; block_maximum ``[P]``: a copy of maximum.
+    window_sums ``[num_keys / W]`` rows, ``num_stride`` bytes apart: sums of a window's weights.
+    scale: one float32, the exponent's factor to base 2. ``num_keys`` is a multiple of W and 4.
     """
+    return _softmax_floats(spec, scores, key_positions, positions, maximum, total, alpha,
+                           block_maximum, window_sums, scale, num_keys, num_stride, num_masked,
+                           num_vectors)  # fmt: skip
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code, b = _Code(builder), builder
-        sums, stride, windows, block_maximum, maximum, total, scale, vectors = args
-        sums, block_maximum, maximum, total = _addresses(
-            code, [sums, block_maximum, maximum, total], [_F32_PTR] * 4
-        )
-        scale = code.broadcast(scale)
-        with code.steps(vectors) as v:
-            lane = code.times(v, LANES)
-            difference = b.fsub(
-                code.load(code.at(block_maximum, lane)), code.load(code.at(maximum, lane))
-            )
-            weight = code.exp2(b.fmul(difference, scale))
-            factor = b.fdiv(weight, code.load(code.at(total, lane)))
-            slot = code.variable(code.at(sums, lane))
-            with code.steps(windows):
-                target = b.load(slot)
-                code.store(b.fmul(code.load(target), factor), target)
-                b.store(code.at(target, stride), slot)
-        return context.get_dummy_value()
 
-    return types.void(*[_ADDRESS] * 6, types.float32, types.intp), generate
+@intrinsic  # type: ignore[untyped-decorator]
+def softmax_pairs(typing_context: Any, spec: SpecType, scores: Any, key_positions: Any,
+                  positions: Any, maximum: Any, total: Any, alpha: Any, block_maximum: Any,
+                  window_sums: Any, scale: Any, num_keys: Any, num_stride: Any, num_masked: Any,
+                  num_vectors: Any) -> Any:  # fmt: skip
+    """As ``softmax``; weights of keys 2i and 2i + 1 become the pairs of row i."""
+    return _softmax_pairs(spec, scores, key_positions, positions, maximum, total, alpha,
+                          block_maximum, window_sums, scale, num_keys, num_stride, num_masked,
+                          num_vectors)  # fmt: skip
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def mass(typing_context: Any, spec: SpecType, window_sums: Any, block_maximum: Any, maximum: Any,
+         total: Any, scale: Any, num_windows: Any, num_stride: Any,
+         num_vectors: Any) -> Any:  # fmt: skip
+    """Window sums of one block of a finished row to attention mass, in place.
+
+    ``window_sums *= 2**((block_maximum - maximum) * scale) / total``
+    """
+    return _mass(spec, window_sums, block_maximum, maximum, total, scale, num_windows, num_stride,
+                 num_vectors)  # fmt: skip

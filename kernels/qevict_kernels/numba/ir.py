@@ -39,17 +39,17 @@ __all__ = ["F32", "I8", "I16", "I32", "I64", "Emitter", "vector_function"]
 F32, F16 = ir.FloatType(), ir.HalfType()
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 
-# log2(e)-free exponential: 2**f on [-1/2, 1/2], relative error below 2e-8 before rounding.
+# 2**f on [-1/2, 1/2], minimax: relative error below 2e-9 before rounding.
 _EXP2 = (
     1.0,
-    0.6931471805599453,
-    0.2402265069591007,
-    0.05550410866482158,
-    0.009618129107628477,
-    0.0013333558146428443,
-    0.00015403530393381608,
+    0.6931472028559569,
+    0.24022647913499817,
+    0.0555033246971548,
+    0.0096184373664106,
+    0.0013398874859832266,
+    0.00015353360616531228,
 )
-# log2(1 + t) / t on [sqrt(1/2) - 1, sqrt(2) - 1]
+# Highest power of the series of log2 in s = (m - 1) / (m + 1), |s| < 0.172
 _LOG2_TERMS = 9
 
 
@@ -205,6 +205,28 @@ class Emitter:
         """The smaller; ``b`` where either is NaN."""
         return self.b.select(self.b.fcmp_ordered("<", a, b), a, b)
 
+    def fdiv(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """a / b"""
+        return self.b.fdiv(a, b)
+
+    def quotient(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """a / b, and 0 where b is 0."""
+        zero = self.splat(0.0, _lanes(a))
+        return self.b.select(self.b.fcmp_unordered("==", b, zero), zero, self.b.fdiv(a, b))
+
+    def clamp(self, a: ir.Value, low: float, high: float) -> ir.Value:
+        """``a`` limited to [low, high]; NaN stays NaN."""
+        lanes = _lanes(a)
+        return self.minimum(self.splat(high, lanes), self.maximum(self.splat(low, lanes), a))
+
+    def floor(self, a: ir.Value) -> ir.Value:
+        """To the next integer below."""
+        return self._call("llvm.floor", a)
+
+    def ceil(self, a: ir.Value) -> ir.Value:
+        """To the next integer above."""
+        return self._call("llvm.ceil", a)
+
     def round(self, a: ir.Value) -> ir.Value:
         """To the nearest integer, ties to even."""
         return self._call("llvm.rint", a)
@@ -243,6 +265,14 @@ class Emitter:
         """Narrow integers as int32."""
         return a if _element(a) == I32 else self.b.zext(a, _like(I32, a))
 
+    def to_int(self, a: ir.Value) -> ir.Value:
+        """A float32 that holds a small whole number as int32."""
+        return self.b.fptosi(a, _like(I32, a))
+
+    def narrow(self, a: ir.Value, bits: int) -> ir.Value:
+        """The low bits of int32 as integers of 8, 16 or 32 bits."""
+        return a if bits == 32 else self.b.trunc(a, _like(ir.IntType(bits), a))
+
     def shl(self, a: ir.Value, bits: int) -> ir.Value:
         """a << bits"""
         return self.b.shl(a, _like(I32, a)([I32(bits)] * _lanes(a))) if bits else a
@@ -250,6 +280,11 @@ class Emitter:
     def lshr(self, a: ir.Value, bits: int) -> ir.Value:
         """a >> bits (logical)"""
         return self.b.lshr(a, _like(I32, a)([I32(bits)] * _lanes(a))) if bits else a
+
+    def code_as_int(self, words: ir.Value, index: int, bits: int) -> ir.Value:
+        """Code ``index`` of each word as int32."""
+        mask = self.splat_int((1 << bits) - 1, _lanes(words))
+        return self.b.and_(self.lshr(words, index * bits), mask)
 
     def as_float(self, a: ir.Value) -> ir.Value:
         """The bits of an int32 read as float32."""
@@ -374,11 +409,17 @@ class Emitter:
         with cgutils.for_range(self.b, _i64(count)) as state:
             yield state.index
 
-    def variable(self, initial: ir.Value) -> ir.Value:
-        """A mutable value (kept in a register by the optimiser): read with ``get``."""
+    def variable(self, initial: ir.Value, at_entry: bool = False) -> ir.Value:
+        """A mutable value (kept in a register by the optimiser): read with ``get``.
+
+        It is set to ``initial`` here, or, a constant, once at the function's entry.
+        """
         with self.b.goto_entry_block():
             place = self.b.alloca(initial.type)
-        self.b.store(initial, place)
+            if at_entry:
+                self.b.store(initial, place)
+        if not at_entry:
+            self.b.store(initial, place)
         return place
 
     def get(self, variable: ir.Value) -> ir.Value:

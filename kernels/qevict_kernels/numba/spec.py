@@ -18,7 +18,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import config, types
-from numba.extending import NativeValue, models, register_model, unbox
+from numba.extending import NativeValue, models, overload_attribute, register_model, unbox
 
 from qevict_kernels.layout import ParamFormat, RecordLayout, WindowGeometry
 
@@ -59,6 +59,21 @@ class Spec:
         return self.geometry.group_size
 
     @property
+    def num_q_heads(self) -> int:
+        """Query heads (of this rank)."""
+        return self.geometry.num_q_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads (of this rank)."""
+        return self.geometry.num_kv_heads
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a coded record."""
+        return self.record.record_bytes
+
+    @property
     def record(self) -> RecordLayout:
         """Offsets of the fields of a coded record."""
         return self.geometry.record
@@ -92,6 +107,24 @@ class _SpecModel(models.OpaqueModel):  # type: ignore[misc]
 @unbox(SpecType)
 def _unbox_spec(typ: SpecType, obj: Any, c: Any) -> NativeValue:
     return NativeValue(c.context.get_dummy_value())
+
+
+def _expose(name: str) -> None:
+    """Make ``spec.<name>`` a compile-time constant in jitted code."""
+
+    @overload_attribute(SpecType, name)
+    def attribute(spec: Any) -> Any:
+        value = getattr(spec.spec, name)
+
+        def get(spec: Any) -> Any:
+            return value
+
+        return get
+
+
+for _name in ("window", "head_dim", "group_size", "num_q_heads", "num_kv_heads", "rotary_dim"):
+    _expose(_name)
+_expose("record_bytes")
 
 
 def host_lanes() -> int:
