@@ -75,7 +75,7 @@ class CodedWindows(NamedTuple):
 
 def make_params(rows: torch.Tensor, bits: int, params: ParamFormat) -> Params:
     """Stored parameters that cover ``rows`` ``[..., num_rows, row_length]`` (float32)."""
-    low, high = rows.amin(-1) + 0.0, rows.amax(-1)  # + 0.0: of two zeros the positive one
+    low, high = rows.amin(-1) + 0.0, rows.amax(-1) + 0.0  # of two zeros the positive one
     levels = 2**bits - 1
     if params is ParamFormat.FP16:
         zeros = _half_down(low)

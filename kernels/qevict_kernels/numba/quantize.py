@@ -165,8 +165,9 @@ def _emit_quantize(
             e.store(x, value_table, e.b.add(row, I64(d)))
             lowest = x if lowest is None else e.minimum(x, lowest)
             highest = x if highest is None else e.maximum(x, highest)
+        # Adding 0 makes a negative zero positive: which one a minimum yields is arbitrary.
         e.store(e.fadd(e.fold(lowest, e.minimum), F32(0.0)), low, token)
-        e.store(e.fold(highest, e.maximum), high, token)
+        e.store(e.fadd(e.fold(highest, e.maximum), F32(0.0)), high, token)
     # Scale and zero of each row: keys by channel, values by token.
     value_params = _store_params(
         e, spec, low, high, window, geometry.value_bits,
@@ -178,7 +179,7 @@ def _emit_quantize(
             x = e.load(key_table, token * dim + d)
             lowest, highest = e.minimum(x, lowest), e.maximum(x, highest)
         e.store(e.fadd(lowest, e.splat(0.0)), low, d)
-        e.store(highest, high, d)
+        e.store(e.fadd(highest, e.splat(0.0)), high, d)
     key_params = _store_params(
         e, spec, low, high, dim, geometry.key_bits,
         (record, layout.key_scales, layout.key_zeros, layout.header), poison,
