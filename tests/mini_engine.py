@@ -1,0 +1,321 @@
+"""A scheduler and a model's attention in miniature, around the real tiering state.
+
+It does what SGLang does with ``TieringState`` (rows, pages, chunks, decode steps, frees) on
+random keys and values, remembers every original, and so can say what attention must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from qevict_kernels.interface import AttentionKernels
+from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.reference import decode_windows, encode_windows
+from qevict_kernels.rope import RotaryTable
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.claims import Prompt
+from qevict_tiers.config import TieringConfig
+from qevict_tiers.manager import TierManager
+from qevict_tiers.policy import Tier
+from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.state import TieringState
+
+MakeKernels = Callable[[WindowGeometry, RotaryTable], AttentionKernels]
+
+
+def rotary_table(head_dim: int, positions: int = 4096, theta: float = 10_000.0) -> RotaryTable:
+    """A plain neox table."""
+    half = head_dim // 2
+    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+    return RotaryTable(torch.cat([angles.cos(), angles.sin()], -1).float(), is_neox=True)
+
+
+@dataclass
+class Request:
+    """One request: its length, its row, and every original it has."""
+
+    name: int
+    prompt: int
+    row: int = -1
+    stored: int = 0
+    pages: list[int] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+class MiniEngine:
+    """Serves requests whose queries, keys and values are drawn from their name and position.
+
+    So a request is the same whatever is served beside it. ``outputs[name]`` collects its
+    attention outputs, ``worst_error`` the largest deviation from the dense oracle (if
+    ``check`` is set).
+    """
+
+    def __init__(
+        self,
+        make_kernels: MakeKernels,
+        config: TieringConfig,
+        geometry: WindowGeometry,
+        num_layers: int = 2,
+        kv_tokens: int = 600,
+        context: int = 512,
+        rows: int = 6,
+        check: bool = False,
+    ) -> None:
+        self.geometry, self.config, self.check = geometry, config, check
+        budget = WindowBudget(config, geometry, num_layers)
+        token_bytes = num_layers * geometry.full_window_bytes // geometry.window
+        self.plan = plan_capacity(budget, kv_tokens * token_bytes, context, 64, rows, rows)
+        self.req_to_token = torch.zeros((rows + 1, context), dtype=torch.int32)
+        self.rotary = rotary_table(geometry.head_dim)
+        kernels = make_kernels(geometry, self.rotary)
+        manager = TierManager(
+            budget,
+            kernels,
+            torch.zeros(self.plan.arena_bytes, dtype=torch.uint8),
+            self.plan.num_pages,
+            rows + 1,
+            self.plan.max_windows,
+            torch.bfloat16,
+        )
+        self.state = TieringState(self.plan, manager, self.req_to_token)
+        self.manager, self.kernels, self.num_layers = manager, kernels, num_layers
+        self.free_rows = list(range(rows, 0, -1))
+        self.free_pages = list(range(self.plan.num_pages, 0, -1))
+        self.running: dict[int, Request] = {}
+        self.outputs: dict[int, list[torch.Tensor]] = {}
+        self.tiers_seen: dict[int, list[torch.Tensor]] = {}
+        self.worst_error = 0.0
+        self._covered = 0
+        """What claims covered when the launch in progress was decided."""
+
+    # -- what a scheduler does ---------------------------------------------------------
+
+    def can_start(self, prompt: int) -> bool:
+        """Whether admission by claims lets a prompt in."""
+        ledger = self.state.ledger
+        claim = ledger.claims.prefill_bytes(Prompt(prompt, whole=False))
+        pages = -(-prompt // self.geometry.window)
+        return (
+            bool(self.free_rows)
+            and len(self.free_pages) > pages
+            and ledger.total_bytes + claim <= ledger.capacity_bytes
+        )
+
+    def start(self, name: int, prompt: int) -> None:
+        """Admit a request; its prompt is extended chunk by chunk."""
+        request = Request(name, prompt, row=self.free_rows.pop())
+        self.state.rows_allocated([request.row])
+        self.running[name] = request
+        self.outputs[name], self.tiers_seen[name] = [], []
+
+    def can_decode(self, names: list[int]) -> bool:
+        """Whether these requests' next tokens fit, by claims and by pages."""
+        ledger = self.state.ledger
+        rows = [self.running[name].row for name in names]
+        return (
+            len(self.free_pages) >= len(names)
+            and ledger.decode_bytes(rows) <= ledger.capacity_bytes
+        )
+
+    def extend(self, chunks: dict[int, int], decode: list[int] = []) -> None:  # noqa: B006
+        """Prefill so many tokens of each request (fewer at a routing point), and decode others."""
+        requests = [self.running[name] for name in (*chunks, *decode)]
+        starts = [request.stored for request in requests]
+        for request in requests:
+            left = request.prompt - request.stored
+            tokens = min(chunks.get(request.name, 1), left) if left > 0 else 1
+            if left > 0:
+                tokens = min(tokens, self.state.claims.chunk_limit(request.prompt, request.stored))
+            self._allocate(request, request.stored + tokens)
+        self._announce(requests)
+        for request, start in zip(requests, starts, strict=True):
+            if start < request.prompt:
+                self.state.extend_prepared(request.row, request.prompt, start, request.stored)
+        self._launch_extend(requests, starts)
+
+    def decode(self, names: list[int]) -> None:
+        """One token of each request."""
+        requests = [self.running[name] for name in names]
+        for request in requests:
+            self._allocate(request, request.stored + 1)
+        self._announce(requests)
+        self._covered = self.state.ledger.total_bytes
+        self.state.start_decode([r.row for r in requests], [r.stored for r in requests])
+        rows = torch.tensor([r.row for r in requests])
+        lengths = torch.tensor([r.stored for r in requests])
+        locations = self._locations([(r, r.stored - 1) for r in requests])
+        for layer in range(self.num_layers):
+            query = self._draw_tokens(layer, [(r, r.stored - 1) for r in requests], locations)
+            out = torch.empty_like(query)
+            self.kernels.decode(
+                query,
+                self.manager.full_arena,
+                self.manager.coded_arena,
+                self.manager.layer_view(layer),
+                rows,
+                lengths,
+                self.geometry.head_dim**-0.5,
+                out,
+                self.manager.layer_scores(layer),
+            )
+            self._collect(layer, query, out, [(r, r.stored - 1) for r in requests])
+
+    def finish(self, name: int) -> None:
+        """A request ends, is aborted or is retracted."""
+        request = self.running.pop(name)
+        self.state.free(request.row)
+        self.free_rows.append(request.row)
+        self.free_pages.extend(request.pages)
+
+    def flush(self) -> None:
+        """SGLang's flush, which needs an idle server."""
+        assert not self.running
+        self.state.clear()
+
+    # -- checks -------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """What ``check_integrity`` says now."""
+        return self.state.check_integrity()
+
+    def tiers(self, name: int) -> torch.Tensor:
+        """Tiers of a running request, ``[L, windows]``."""
+        request = self.running[name]
+        n = -(-request.stored // self.geometry.window)
+        return self.manager.views.tier[:, request.row, :n].clone()
+
+    def dense_attention(
+        self, layer: int, request: Request, query: torch.Tensor, position: int
+    ) -> torch.Tensor:
+        """What attention of one query must give, ``[Hq, D]`` float32, from originals and tiers."""
+        window, heads = self.geometry.window, self.geometry.num_q_heads
+        tiers = self.manager.views.tier[layer, request.row]
+        keys, values = request.keys[layer].float(), request.values[layer].float()
+        count = -(-keys.shape[0] // window)
+        visible = torch.zeros(keys.shape[0], dtype=torch.bool)
+        for index in range(count):
+            span = slice(index * window, min((index + 1) * window, keys.shape[0]))
+            tier = Tier(int(tiers[index]))
+            visible[span] = tier in (Tier.FULL, Tier.CODED)
+            if tier is Tier.CODED:
+                keys[span], values[span] = self._coded(layer, request, index)
+        visible &= torch.arange(keys.shape[0]) <= position
+        keys, values = keys[visible], values[visible]
+        group = torch.arange(heads) // self.geometry.group_size
+        logits = torch.einsum("hd,nhd->hn", query.float(), keys[:, group])
+        mass = (logits * self.geometry.head_dim**-0.5).softmax(-1)
+        return torch.einsum("hn,nhd->hd", mass, values[:, group])
+
+    def _coded(
+        self, layer: int, request: Request, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A window's keys and values as its codes give them, ``[W, Hkv, D]``."""
+        window = self.geometry.window
+        span = slice(index * window, (index + 1) * window)
+        positions = torch.arange(span.start, span.stop)
+        keys = self.rotary.unrotate(request.keys[layer][span].transpose(0, 1), positions)
+        codes, _ = encode_windows(
+            keys[None], request.values[layer][span].transpose(0, 1)[None].float(), self.geometry
+        )
+        coded_keys, coded_values = decode_windows(codes)
+        return (
+            self.rotary.rotate(coded_keys[0], positions).transpose(0, 1),
+            coded_values[0].transpose(0, 1),
+        )
+
+    # -- plumbing -------------------------------------------------------------------------
+
+    def _allocate(self, request: Request, length: int) -> None:
+        window = self.geometry.window
+        while len(request.pages) * window < length:
+            request.pages.append(self.free_pages.pop())
+        positions = torch.arange(request.stored, length)
+        pages = torch.tensor(request.pages)[positions // window]
+        self.req_to_token[request.row, positions] = (pages * window + positions % window).int()
+        request.stored = length
+
+    def _announce(self, requests: list[Request]) -> None:
+        self.state.alloc_to_lengths(
+            req_pool_indices_cpu=torch.tensor([r.row for r in requests]),
+            target_seq_lens_cpu=torch.tensor([r.stored for r in requests]),
+        )
+
+    def _locations(self, tokens: list[tuple[Request, int]]) -> torch.Tensor:
+        return torch.stack([self.req_to_token[r.row, p] for r, p in tokens]).to(torch.int64)
+
+    def _launch_extend(self, requests: list[Request], starts: list[int]) -> None:
+        ends = [r.stored for r in requests]
+        self._covered = self.state.ledger.total_bytes
+        chunks = self.state.start_extend([r.row for r in requests], starts, ends)
+        score_starts = torch.tensor([chunk.score_start for chunk in chunks])
+        tokens = [
+            (request, position)
+            for request, start in zip(requests, starts, strict=True)
+            for position in range(start, request.stored)
+        ]
+        locations = self._locations(tokens)
+        for layer in range(self.num_layers):
+            self.state.allocate_layer(layer, chunks)
+            query = self._draw_tokens(layer, tokens, locations)
+            out = torch.empty_like(query)
+            self.kernels.extend(
+                query,
+                self.manager.full_arena,
+                self.manager.coded_arena,
+                self.manager.layer_view(layer),
+                torch.tensor([r.row for r in requests]),
+                torch.tensor(starts),
+                torch.tensor([end - start for start, end in zip(starts, ends, strict=True)]),
+                self.geometry.head_dim**-0.5,
+                out,
+                self.manager.layer_scores(layer),
+                score_starts,
+            )
+            self._collect(layer, query, out, tokens)
+            self.state.route_layer(layer, chunks)
+
+    def _draw_tokens(
+        self, layer: int, tokens: list[tuple[Request, int]], locations: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw and store new tokens of a layer; returns their queries ``[T, Hq, D]``."""
+        drawn = [self._draw(request, layer, position) for request, position in tokens]
+        queries, keys, values = (torch.stack(parts) for parts in zip(*drawn, strict=True))
+        self.manager.store(layer, locations, keys, values)
+        return queries
+
+    def _draw(
+        self, request: Request, layer: int, position: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        g = self.geometry
+        seed = (request.name * 64 + layer) * 100_003 + position
+        shape = (g.num_q_heads + 2 * g.num_kv_heads, g.head_dim)
+        drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        rows = torch.from_numpy(drawn).bfloat16()
+        query, key, value = rows.split([g.num_q_heads, g.num_kv_heads, g.num_kv_heads])
+        while len(request.keys) <= layer:
+            empty = torch.empty((0, g.num_kv_heads, g.head_dim), dtype=torch.bfloat16)
+            request.keys.append(empty)
+            request.values.append(empty)
+        request.keys[layer] = torch.cat([request.keys[layer], key[None]])
+        request.values[layer] = torch.cat([request.values[layer], value[None]])
+        return query * 2, key, value
+
+    def _collect(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, tokens: list[tuple[Request, int]]
+    ) -> None:
+        used, capacity = self.manager.arena.used_bytes, self.state.ledger.capacity_bytes
+        assert used <= self._covered <= capacity, (used, self._covered, capacity)
+        for i, (request, position) in enumerate(tokens):
+            self.outputs[request.name].append(out[i].clone())
+            if layer == self.num_layers - 1 and position == request.stored - 1:
+                self.tiers_seen[request.name].append(self.tiers(request.name))
+            if self.check:
+                expected = self.dense_attention(layer, request, query[i], position)
+                error = (out[i].float() - expected).abs().max().item()
+                self.worst_error = max(self.worst_error, error)

@@ -1,0 +1,133 @@
+"""Random lives of requests: claims hold at every allocation, and nothing is left behind."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mini_engine import MiniEngine
+
+from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.memory import TorchMemory
+from qevict_kernels.reference import ReferenceKernels
+from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.ledger import Counter
+
+GEOMETRY = WindowGeometry(num_q_heads=2, num_kv_heads=1, head_dim=64, window=4)
+
+
+class Kernels(TorchMemory, ReferenceKernels):
+    """The reference."""
+
+
+class RequestLives(RuleBasedStateMachine):
+    """Start, extend, decode, mix, finish, abort, retract and flush in any order."""
+
+    engine: MiniEngine
+
+    @initialize(
+        promote=st.sampled_from(Promotion),
+        scores=st.sampled_from(PrefillScores),
+        q=st.sampled_from([Fraction(0), Fraction(7, 10), Fraction(1)]),
+        exact=st.sampled_from([None, 48]),
+        full_layers=st.sampled_from([frozenset[int](), frozenset({1})]),
+    )
+    def make(
+        self,
+        promote: Promotion,
+        scores: PrefillScores,
+        q: Fraction,
+        exact: int | None,
+        full_layers: frozenset[int],
+    ) -> None:
+        config = TieringConfig(
+            budget=Fraction(3, 4) if full_layers else Fraction(1, 2),
+            quant_fraction=q,
+            window=4,
+            route_every=5,
+            sink=2,
+            local=6,
+            min_context=40,
+            promote=promote,
+            prefill_scores=scores,
+            exact_prefill_tokens=exact,
+            full_layers=full_layers,
+        )
+        self.engine = MiniEngine(
+            lambda g, r: Kernels(g, r), config, GEOMETRY, kv_tokens=260, context=160, rows=4
+        )
+        self.names = 0
+
+    def decoding(self) -> list[int]:
+        return [n for n, r in self.engine.running.items() if r.prompt <= r.stored < 150]
+
+    def prefilling(self) -> list[int]:
+        return [n for n, r in self.engine.running.items() if r.stored < r.prompt]
+
+    @rule(prompt=st.integers(1, 120), chunk=st.integers(1, 130))
+    def start(self, prompt: int, chunk: int) -> None:
+        # Like SGLang, one unfinished prompt at a time.
+        if self.prefilling() or not self.engine.can_start(prompt):
+            return
+        self.names += 1
+        self.engine.start(self.names, prompt)
+        self.engine.extend({self.names: chunk})
+
+    @precondition(lambda self: self.prefilling())
+    @rule(chunk=st.integers(1, 64), mixed=st.booleans())
+    def extend(self, chunk: int, mixed: bool) -> None:
+        decode = self.decoding() if mixed else []
+        if decode and not self.engine.can_decode(decode):
+            decode = []
+        self.engine.extend(dict.fromkeys(self.prefilling(), chunk), decode)
+
+    @precondition(lambda self: self.decoding())
+    @rule(steps=st.integers(1, 12))
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            names = self.decoding()
+            # Pressure: SGLang retracts requests until the rest fits.
+            while names and not self.engine.can_decode(names):
+                self.engine.finish(names.pop())
+            if names:
+                self.engine.decode(names)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data())
+    def finish_or_abort(self, data: st.DataObject) -> None:
+        self.engine.finish(data.draw(st.sampled_from(sorted(self.engine.running))))
+
+    @rule()
+    def flush(self) -> None:
+        for name in list(self.engine.running):
+            self.engine.finish(name)
+        self.engine.flush()
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        assert self.engine.problems() == []
+
+    @invariant()
+    def codes_are_made_once(self) -> None:
+        counts = self.engine.manager.counters.read()
+        assert counts[Counter.DEMOTED] == counts[Counter.QUANTIZED] + counts[Counter.CODES_REUSED]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for name in list(self.engine.running):
+            self.engine.finish(name)
+        assert self.engine.problems() == []
+        assert self.engine.manager.arena.used_bytes == 0
+        assert self.engine.state.ledger.total_bytes == 0
+
+
+TestRequestLives = RequestLives.TestCase
+TestRequestLives.settings = settings(
+    max_examples=15,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
