@@ -651,6 +651,7 @@ def _plan(
     per_block: int,
     lanes: int,
     tile_tokens: int,
+    mass_floats: int,
 ) -> tuple[Array, Array, Array, int]:
     """Tasks and spans in order, the bounds of the rounds in both, and the floats of mass.
 
@@ -671,15 +672,15 @@ def _plan(
     for b in range(batch):
         num_tasks = _add_tasks(tasks, num_tasks, b, 0, next_tile[b], heads, -1, 0, 0)
     while True:
-        used = 0
+        used, taken = 0, False
         for b in range(batch):
             if next_tile[b] == num_tiles[b]:
                 continue
             columns = -(-min(tile_tokens, extend_lens[b]) * group // lanes) * lanes
             windows = num_blocks[b] * per_block
             tile_floats = heads * windows * columns
-            room = (MASS_FLOATS - used) // tile_floats
-            count = min(num_tiles[b] - next_tile[b], max(room, 1 if used == 0 else 0))
+            room = (mass_floats - used) // max(tile_floats, 1)
+            count = min(num_tiles[b] - next_tile[b], max(room, 0 if taken else 1))
             if count == 0:
                 continue
             first, end = next_tile[b], next_tile[b] + count
@@ -692,10 +693,11 @@ def _plan(
             num_spans += 1
             used += count * tile_floats
             next_tile[b] = end
+            taken = True
         num_rounds += 1
         rounds[num_rounds] = num_tasks, num_spans
         most = max(most, used)
-        if used == 0 or (next_tile == num_tiles).all():
+        if (next_tile == num_tiles).all():
             break
     return tasks, spans, rounds[: num_rounds + 1], most
 
@@ -762,7 +764,7 @@ def extend(
     blocks += -(-view.num_coded[batch_rows].to(torch.int64) // per_block)
     tasks, spans, rounds, mass_floats = _plan(
         prefix.numpy(), length.numpy(), starts.numpy(), blocks.numpy(), geometry.num_kv_heads,
-        spec.group_size, per_block, lanes, tile_tokens,
+        spec.group_size, per_block, lanes, tile_tokens, MASS_FLOATS,
     )  # fmt: skip
     if not tasks.size:
         return

@@ -64,6 +64,11 @@ def host_has_pairs() -> bool:
     return "+avx512bf16" in features.split(",")
 
 
+def _has_pairs(spec: Spec) -> bool:
+    """Whether FULL windows are multiplied as pairs."""
+    return spec.half == "bf16" and spec.lanes == 16 and host_has_pairs()
+
+
 def _constants(spec: Spec) -> dict[str, int]:
     geometry, record = spec.geometry, spec.record
     return {
@@ -73,7 +78,7 @@ def _constants(spec: Spec) -> dict[str, int]:
         "panel": PANEL_VECTORS * spec.lanes,
         "row_block": _row_block(spec),
         "bf16": int(spec.half == "bf16"),
-        "pairs": int(spec.half == "bf16" and spec.lanes == 16 and host_has_pairs()),
+        "pairs": int(_has_pairs(spec)),
         "rotary_dim": spec.rotary_dim,
         "is_neox": int(spec.is_neox),
         "group_size": geometry.group_size,
@@ -144,8 +149,10 @@ class _BFloat(ir.HalfType):
     _to_string = __str__
 
 
-def _pair_fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def _pair_fma(e: Emitter, spec: Spec, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """c + a.odd * b.odd + a.even * b.even in each 32-bit lane."""
+    if not _has_pairs(spec):  # compiled, never run
+        return c
     pairs = ir.VectorType(_BFloat(), 2 * e.lanes)
     typ = ir.FunctionType(c.type, [c.type, pairs, pairs])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -228,7 +235,7 @@ def _multiply_rows(
             for v in range(vectors):
                 total = e.get(sums[i, v])
                 if pairs:
-                    total = _pair_fma(e, value, lanes[v], total)
+                    total = _pair_fma(e, spec, value, lanes[v], total)
                 else:
                     total = e.fma(value, lanes[v], total)
                 e.set(sums[i, v], total)
