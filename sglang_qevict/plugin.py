@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
 from sglang_qevict import arguments, hooks
-from sglang_qevict.platform import choose_attention_backend
+from sglang_qevict.cpu_native import choose_attention_backend
 from sglang_qevict.runtime import NAME
 
 
