@@ -35,7 +35,14 @@ def test_activates_where_there_is_no_accelerator() -> None:
 @pytest.mark.skipif(
     platform.find_accelerator() is not None, reason="this machine has an accelerator"
 )
-@pytest.mark.parametrize("first", ["sglang", "sglang_qevict.platform", "sglang_qevict.flags"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "sglang_qevict.platform",
+        pytest.param("sglang", marks=pytest.mark.slow),
+        pytest.param("sglang_qevict.plugin", marks=pytest.mark.slow),
+    ],
+)
 def test_sglang_resolves_it_whatever_is_imported_first(first: str) -> None:
     code = f"import {first}; from sglang.srt.platforms import current_platform as p; print(repr(p))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
