@@ -9,6 +9,7 @@ other way round).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from qevict_kernels.numba.windows import (
 )
 from qevict_kernels.reference import SCALE_MARGIN, STEP_MARGIN
 
-__all__ = ["QUANTIZE_ARGUMENTS", "dequantize_kernel", "quantize_kernel"]
+__all__ = ["QUANTIZE_ARGUMENTS", "decode_window", "dequantize_kernel", "quantize_kernel"]
 
 QUANTIZE_ARGUMENTS = np.dtype(
     [
@@ -358,6 +359,26 @@ def _spoil(e: Emitter, spec: Spec, record: ir.Value) -> None:
 def _emit_dequantize(
     e: Emitter, spec: Spec, record: ir.Value, rotary: ir.Value, keys: ir.Value, values: ir.Value
 ) -> None:
+    def store(x: ir.Value, target: ir.Value, at: ir.Value) -> None:
+        e.store_half(x, target, at, spec.half)
+
+    decode_window(e, spec, record, rotary, keys, values, store)
+
+
+def decode_window(
+    e: Emitter,
+    spec: Spec,
+    record: ir.Value,
+    rotary: ir.Value,
+    keys: ir.Value,
+    values: ir.Value,
+    store: Callable[[ir.Value, ir.Value, ir.Value], None],
+) -> None:
+    """Emit the decoding of a record: float32 vectors of its keys and values ``[W, D]``.
+
+    ``rotary`` is the window's first row of the rotary table, by which keys are rotated.
+    ``store(vector, keys or values, offset)`` emits what is done with each.
+    """
     geometry, layout, dim = spec.geometry, spec.record, spec.head_dim
     group, half = geometry.code_group, spec.rotary_dim // 2
     lanes = rotary_lanes(e, spec)
@@ -395,7 +416,7 @@ def _emit_dequantize(
                 parts[half + d] = e.fadd(e.fmul(second, c), e.fmul(first, s))
             for d, x in memory_order(e, spec, parts).items():
                 at = e.b.add(e.b.mul(token, I64(dim)), I64(d))
-                e.store_half(x, keys, at, spec.half)
+                store(x, keys, at)
         bits = geometry.value_bits
         place = codes(layout.value_codes, index, bits)
         for d in range(0, dim, e.lanes):
@@ -404,7 +425,7 @@ def _emit_dequantize(
                 token = e.b.add(e.b.mul(index, I64(group)), I64(i))
                 scale, zero = e.broadcast(value_scales, token), e.broadcast(value_zeros, token)
                 at = e.b.add(e.b.mul(token, I64(dim)), I64(d))
-                e.store_half(number(word, i, bits, scale, zero), values, at, spec.half)
+                store(number(word, i, bits, scale, zero), values, at)
 
 
 def _vector_of(like: ir.Value, value: int) -> ir.Value:
