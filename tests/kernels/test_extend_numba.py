@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from numba.core import types
 
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.numba import extend as extend_module
-from qevict_kernels.numba.extend import extend
+from qevict_kernels.numba.extend import extend_kernel, launch_extend
+from qevict_kernels.numba.parallel import require_openmp
 from qevict_kernels.numba.spec import Spec, host_lanes
 from qevict_kernels.reference import ReferenceKernels, decode_windows, unpack
 from qevict_kernels.rope import RotaryTable
@@ -130,15 +134,24 @@ def make_case(
     )
 
 
+@cache
+def compiled(spec: Spec) -> Callable[..., Any]:
+    require_openmp()
+    signature = (spec._numba_type_, types.int64, types.int64)
+    extend_kernel.compile(signature)
+    return extend_kernel.overloads[signature].entry_point
+
+
 def run(case: Case, scores: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, scores) of the kernel; the case stays as it is."""
     out = torch.full(case.query.shape, torch.nan, dtype=case.query.dtype)
     after = case.scores.clone()
     lens = torch.tensor([[r.prefix, r.extend, r.score_start] for r in case.requests])
     prefix, length, start = lens.unbind(1)
-    extend(
-        case.spec, case.rotary, case.query, case.full, case.coded, case.view, case.rows, prefix,
-        length.int(), case.scale, out, *((after, start) if scores else (None, None)),
+    launch_extend(
+        compiled(case.spec), case.spec, case.rotary.cos_sin, case.query, case.full, case.coded,
+        case.view, case.rows, prefix, length.int(), case.scale, out,
+        *((after, start) if scores else (None, None)),
     )  # fmt: skip
     return out, after
 
@@ -217,7 +230,8 @@ def dense(case: Case) -> Expected:
         # An exponent is off by at most the sum of D roundings of its terms (and of the few
         # operations after it), and a weight by that times itself.
         size = torch.einsum("thd,khd->htk", query.double().abs(), keys.abs()) * case.scale
-        exponent = (geometry.head_dim + 16) * ROUNDING[torch.float32] * (1 + size.amax() if size.numel() else 1)
+        largest = size.amax() if size.numel() else 0
+        exponent = (geometry.head_dim + 16) * ROUNDING[torch.float32] * (1 + largest)
         # Weights are rounded to the storage dtype at most, the result always.
         dtype = case.query.dtype
         magnitude = torch.einsum("htk,khd->thd", mass, values.abs())
@@ -393,7 +407,7 @@ def test_nan_of_one_request_stays_in_it() -> None:
 def test_scale_must_be_positive() -> None:
     case = make_case(GQA, [Request(0, 4)])
     with pytest.raises(ValueError, match="scale must be positive, got 0"):
-        extend(
-            case.spec, case.rotary, case.query, case.full, case.coded, case.view, case.rows,
-            torch.zeros(1), torch.zeros(1), 0.0, case.query, None, None,
+        launch_extend(
+            compiled(case.spec), case.spec, case.rotary.cos_sin, case.query, case.full, case.coded,
+            case.view, case.rows, torch.zeros(1), torch.zeros(1), 0.0, case.query, None, None,
         )  # fmt: skip

@@ -1,14 +1,14 @@
-"""``extend`` on the CPU: causal attention of chunks over FULL and coded windows.
+"""Causal attention of chunks of new tokens over FULL and coded windows.
 
 A *task* is one (request, KV head, tile); a tile is the query rows (token, query head of the
 group) of as many whole tokens as fit ``TILE_PANELS`` panels. It visits its request's list in
 blocks of ``BLOCK`` keys: FULL windows in list order, then coded windows in theirs.
 
-    1. stage: the block's keys and values are copied, or decoded and rotated, into a
-       contiguous tile of this thread, once for all rows of the task;
-    2. for each panel of rows: scores = keys x queries; online softmax; sums = values x
-       weights. A weight lives for one block of one panel;
-    3. after the last block: divide, write out.
+1. stage: the block's keys and values are copied, or decoded and rotated, into a contiguous
+   tile of this thread, once for all rows of the task;
+2. for each panel of rows: scores = keys x queries; online softmax; sums = values x weights.
+   A weight lives for one block of one panel;
+3. after the last block: divide, write out.
 
 Attention mass needs no second pass over keys: the softmax leaves each window's sum relative
 to the maximum known at that block, and once a row is complete one factor a block turns it
@@ -20,19 +20,20 @@ the maximum alone. So it does not matter how many masked keys a tile visits. Sco
 token by token in the order of positions, each token's mean over heads in a fixed order. That
 order is kept by *rounds*: the tasks of a round write the mass of their rows to a buffer, then
 each window adds up its tokens.
+
+Bytes: a tile reads every FULL key and value that it sees, and every code, once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.numba.extend_ir import (
@@ -40,18 +41,23 @@ from qevict_kernels.numba.extend_ir import (
     PANEL_VECTORS,
     add_values,
     add_values_pairs,
-    constant,
+    divide,
+    has_pairs,
     key_scores,
     key_scores_pairs,
-    mass,
+    normalise,
+    row_block,
     softmax,
     softmax_pairs,
+    stage_coded,
+    stage_full,
+    widen_query,
 )
-from qevict_kernels.numba.parallel import atomic_add, barrier, parallel, require_openmp
+from qevict_kernels.numba.memory import view as array
+from qevict_kernels.numba.parallel import atomic_add, barrier, parallel
 from qevict_kernels.numba.spec import Spec
-from qevict_kernels.rope import RotaryTable
 
-__all__ = ["extend"]
+__all__ = ["extend_kernel", "launch_extend"]
 
 Array = npt.NDArray[Any]
 
@@ -73,13 +79,13 @@ def _record(*names: str) -> np.dtype[Any]:
 # for queries, outputs and arenas, in elements for tables).
 _ARGUMENTS = _record(
     *("query", "query_stride", "out", "out_stride"),
-    *("keys", "keys_stride", "values", "values_stride", "coded", "coded_stride"),
-    *("cos_sin", "scale", "scores", "scores_stride"),
+    *("keys", "values", "slot_stride", "coded", "cos_sin", "scale"),
     *("page_table", "page_table_stride", "windows", "windows_stride", "list_length"),
-    *("full_slot", "coded_slot", "num_full", "num_coded"),
+    *("full_slot", "coded_slot", "num_full", "num_coded", "scores", "scores_stride"),
     *("rows", "prefix_lens", "extend_lens", "first_tokens", "score_starts"),
-    *("tasks", "spans", "rounds", "num_rounds", "counters"),
-    *("tile_tokens", "tile_panels", "max_blocks", "masses", "scratch", "scratch_floats"),
+    *("tasks", "spans", "rounds", "num_rounds", "counters", "masses"),
+    *("lanes", "row_block", "pairs", "tile_tokens", "tile_panels"),
+    *("scratch", "scratch_bytes"),
 )
 # One tile of one KV head; its window sums go to float ``mass`` of the buffer (-1: nowhere),
 # those of the next window lie ``stride`` floats further.
@@ -88,553 +94,398 @@ _TASK = _record("request", "head", "tile", "mass", "stride")
 _SPAN = _record("request", "first_tile", "end_tile", "mass", "num_blocks", "columns")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+class _List(NamedTuple):
+    """One request's windows, padded to blocks."""
 
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _half_to_float(typing_context: Any, bits: Any) -> Any:
-    """The float32 of float16 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
+    row: int
+    num_full: int
+    num_coded: int
+    full_blocks: int
+    num_blocks: int
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _float_to_half(typing_context: Any, value: Any) -> Any:
-    """float16 bits of a float32, rounded to nearest even."""
+class _Tile(NamedTuple):
+    """The rows of a task."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _array(address: int, count: int, dtype: Any) -> Any:
-    """The memory at an address as a one-dimensional array."""
-    return carray(_pointer(address), (count,), dtype)
+    request: int
+    head: int
+    first_position: int
+    last_position: int
+    num_rows: int
+    num_panels: int
+    query: int
+    out: int
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _widen(spec: Spec, source: int, count: int, target: int) -> None:
-    """``count`` numbers of the storage dtype to float32."""
-    halves = _array(source, count, np.uint16)
-    if constant(spec, "bf16"):
-        bits = _array(target, count, np.uint32)
-        for i in range(count):
-            bits[i] = np.uint32(halves[i]) << np.uint32(16)
-    else:
-        floats = _array(target, count, np.float32)
-        for i in range(count):
-            floats[i] = _half_to_float(halves[i])
+class _Panel(NamedTuple):
+    """Addresses of a panel's state, and how much of it is used."""
+
+    words: int  # query, [D / 2, P] words of two channels
+    query: int  # query, float32 [D, P]
+    sums: int  # float32 [D, P]
+    maximum: int  # [P], as are the following
+    total: int
+    alpha: int
+    positions: int
+    block_maxima: int  # float32 [blocks, P]
+    first_row: int
+    num_rows: int
+    num_vectors: int
 
 
-# -- staging: one window of one head into rows of the block's tiles ---------------------------
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _long(address: int, index: int) -> int:
+    return array(address, index + 1, np.int64)[index]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _stage_full(
-    spec: Spec, keys: int, values: int, num_valid: int, key_tile: int, value_tile: int
-) -> None:
-    """A FULL window as it is (values as pairs of tokens), or converted to float32.
-
-    Values of tokens from ``num_valid`` on have not been written; they are staged as 0.
-    """
-    dim = constant(spec, "head_dim")
-    size = constant(spec, "window") * dim
-    if constant(spec, "pairs"):
-        _array(key_tile, size, np.uint16)[:] = _array(keys, size, np.uint16)
-        source, target = _array(values, size, np.uint16), _array(value_tile, size, np.uint16)
-        for i in range(0, size, 2 * dim):
-            for d in range(dim):
-                target[i + 2 * d] = source[i + d]
-                target[i + 2 * d + 1] = source[i + dim + d]
-        for token in range(max(num_valid, 0), constant(spec, "window")):
-            for d in range(dim):
-                target[(token & ~1) * dim + 2 * d + (token & 1)] = 0
-    else:
-        _widen(spec, keys, size, key_tile)
-        _widen(spec, values, size, value_tile)
-        _array(value_tile, size, np.float32)[max(num_valid, 0) * dim :] = 0
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _int(address: int, index: int) -> int:
+    return np.int64(array(address, index + 1, np.int32)[index])
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _unpack(words: Any, bits: int, group: int, dim: int, tile: Any) -> None:
-    """Codes of ``words[tokens / group, dim]`` as floats ``[tokens, dim]``."""
-    mask = np.uint32((1 << bits) - 1)
-    for token in range(tile.size // dim):
-        shift = np.uint32((token % group) * bits)
-        row, first = token // group * dim, token * dim
-        for d in range(dim):
-            tile[first + d] = np.float32(np.int32((np.uint32(words[row + d]) >> shift) & mask))
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _load_codes(spec: Spec, codes: int, bits: int, target: int) -> None:
-    dim, group = constant(spec, "head_dim"), constant(spec, "code_group")
-    size = constant(spec, "window") * dim
-    tile = _array(target, size, np.float32)
-    if bits * group == 8:
-        _unpack(_array(codes, size // group, np.uint8), bits, group, dim, tile)
-    elif bits * group == 16:
-        _unpack(_array(codes, size // group, np.uint16), bits, group, dim, tile)
-    else:
-        _unpack(_array(codes, size // group, np.uint32), bits, group, dim, tile)
+@njit  # type: ignore[untyped-decorator]
+def _fill(address: int, count: int, value: float) -> None:
+    array(address, count, np.float32)[:] = value
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _load_parameters(
-    spec: Spec, scales: int, zeros: int, header: int, count: int, scale: Any, zero: Any
-) -> None:
-    """Scales and zeros as float32; ``header`` is the address of (scale step, base, step)."""
-    if constant(spec, "fp16_params"):
-        half_scales, half_zeros = (_array(scales, count, np.uint16), _array(zeros, count, np.uint16))
-        for i in range(count):
-            scale[i] = _half_to_float(half_scales[i])
-            zero[i] = _half_to_float(half_zeros[i])
-    else:
-        byte_scales, byte_zeros = _array(scales, count, np.uint8), _array(zeros, count, np.uint8)
-        scale_step, base, zero_step = _array(header, 3, np.float32)
-        for i in range(count):
-            scale[i] = np.float32(np.int32(byte_scales[i])) * scale_step
-            zero[i] = base + np.float32(np.int32(byte_zeros[i])) * zero_step
+# -- where things are -------------------------------------------------------------------------
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _rotate(spec: Spec, tile: Any, first_position: int, cos_sin: int) -> None:
-    """Keys ``[W, D]`` to their positions, in place."""
-    dim, rotary_dim = constant(spec, "head_dim"), constant(spec, "rotary_dim")
-    half = rotary_dim // 2
-    for token in range(constant(spec, "window")):
-        position = first_position + token
-        angles = _array(cos_sin + 4 * position * rotary_dim, rotary_dim, np.float32)
-        cos, sin = angles[:half], angles[half:]
-        key = tile[token * dim : (token + 1) * dim]
-        if constant(spec, "is_neox"):
-            low, high = key[:half], key[half:rotary_dim]
-        else:
-            low, high = key[0:rotary_dim:2], key[1:rotary_dim:2]
-        for i in range(half):
-            x, y = low[i], high[i]
-            low[i] = x * cos[i] - y * sin[i]
-            high[i] = y * cos[i] + x * sin[i]
+@njit  # type: ignore[untyped-decorator]
+def _list_of(spec: Any, a: Any, request: int) -> Any:
+    row = _long(a.rows, request)
+    num_full, num_coded = _int(a.num_full, row), _int(a.num_coded, row)
+    full_blocks = _ceil_div(num_full * spec.window, BLOCK)
+    num_blocks = full_blocks + _ceil_div(num_coded * spec.window, BLOCK)
+    return _List(row, num_full, num_coded, full_blocks, num_blocks)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _stage_coded(
-    spec: Spec,
-    record: int,
-    first_position: int,
-    cos_sin: int,
-    parameters: int,
-    key_tile: int,
-    value_tile: int,
-) -> None:
-    """A coded window, decoded to float32, its keys rotated; ``parameters``: ``2 * D`` floats."""
-    dim, window = constant(spec, "head_dim"), constant(spec, "window")
-    scale = _array(parameters, dim, np.float32)
-    zero = _array(parameters + 4 * dim, dim, np.float32)
-    header = record + constant(spec, "header")
-
-    _load_codes(spec, record + constant(spec, "key_codes"), constant(spec, "key_bits"), key_tile)
-    scales, zeros = record + constant(spec, "key_scales"), record + constant(spec, "key_zeros")
-    _load_parameters(spec, scales, zeros, header, dim, scale, zero)
-    keys = _array(key_tile, window * dim, np.float32)
-    for token in range(window):
-        for d in range(dim):
-            keys[token * dim + d] = zero[d] + keys[token * dim + d] * scale[d]
-    _rotate(spec, keys, first_position, cos_sin)
-
-    codes = record + constant(spec, "value_codes")
-    _load_codes(spec, codes, constant(spec, "value_bits"), value_tile)
-    scales, zeros = record + constant(spec, "value_scales"), record + constant(spec, "value_zeros")
-    _load_parameters(spec, scales, zeros, header + 12, window, scale, zero)
-    values = _array(value_tile, window * dim, np.float32)
-    for token in range(window):
-        for d in range(dim):
-            values[token * dim + d] = zero[token] + values[token * dim + d] * scale[token]
+@njit  # type: ignore[untyped-decorator]
+def _block_of(spec: Any, a: Any, windows: Any, block: int) -> Any:
+    """(whether FULL, step in the list, address of the first entry, entries) of a block."""
+    per_block = BLOCK // spec.window
+    entries = a.windows + 4 * windows.row * a.windows_stride
+    if block < windows.full_blocks:
+        first = block * per_block
+        return True, 1, entries + 4 * first, min(per_block, windows.num_full - first)
+    first = (block - windows.full_blocks) * per_block
+    last = entries + 4 * (a.list_length - 1 - first)
+    return False, -1, last, min(per_block, windows.num_coded - first)
 
 
-# -- panels -----------------------------------------------------------------------------------
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _pack_queries(
-    spec: Spec,
-    source: int,
-    source_stride: int,
-    first_row: int,
-    num_rows: int,
-    pairs: int,
-    floats: int,
-) -> None:
-    """Rows ``first_row + [0, num_rows)`` of a tile as lanes, the rest of the panel 0.
-
-    ``source`` is the address of the tile's first token at the group's first head. ``pairs``
-    ``[D / 2, P]`` and ``floats`` ``[D, P]`` are addresses; 0: not wanted.
-    """
-    dim, panel, group = constant(spec, "head_dim"), constant(spec, "panel"), constant(spec, "group_size")
-    if pairs != 0:
-        pair_tile = _array(pairs, dim // 2 * panel, np.uint32)
-        pair_tile[:] = 0
-    if floats != 0:
-        float_tile = _array(floats, dim * panel, np.float32)
-        float_tile[:] = 0
-    for lane in range(num_rows):
-        token, head = divmod(first_row + lane, group)
-        row = source + token * source_stride + head * dim * 2
-        if pairs != 0:
-            words = _array(row, dim // 2, np.uint32)
-            for i in range(dim // 2):
-                pair_tile[i * panel + lane] = words[i]
-        if floats != 0:
-            halves = _array(row, dim, np.uint16)
-            for d in range(dim):
-                if constant(spec, "bf16"):
-                    bits = np.uint32(halves[d]) << np.uint32(16)
-                    float_tile.view(np.uint32)[d * panel + lane] = bits
-                else:
-                    float_tile[d * panel + lane] = _half_to_float(halves[d])
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _write_rows(
-    spec: Spec,
-    target: int,
-    target_stride: int,
-    first_row: int,
-    num_rows: int,
-    sums: int,
-    total: int,
-) -> None:
-    """``sums[D, P] / total[P]`` to the rows of a tile; the inverse of ``_pack_queries``.
-
-    A row that saw no key is 0.
-    """
-    dim, panel, group = constant(spec, "head_dim"), constant(spec, "panel"), constant(spec, "group_size")
-    tile, totals = _array(sums, dim * panel, np.float32), _array(total, panel, np.float32)
-    bits = _array(sums, dim * panel, np.uint32)
-    for lane in range(panel):
-        if totals[lane] == 0:
-            totals[lane] = 1
-    for d in range(dim):
-        for lane in range(panel):
-            tile[d * panel + lane] /= totals[lane]
-    if constant(spec, "bf16"):
-        for i in range(dim * panel):
-            word = bits[i]
-            rounded = np.uint32(word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1)))
-            nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[i] = np.uint32(0x7FC0) if nan else rounded >> np.uint32(16)
-    else:
-        for i in range(dim * panel):
-            bits[i] = np.uint32(_float_to_half(tile[i]))
-    for lane in range(num_rows):
-        token, head = divmod(first_row + lane, group)
-        row = _array(target + token * target_stride + head * dim * 2, dim, np.uint16)
-        for d in range(dim):
-            row[d] = np.uint16(bits[d * panel + lane])
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _scratch_layout(
-    dim: int, panel: int, panels: int, max_blocks: int
-) -> tuple[int, int, int, int, int, int, int, int]:
-    """Where a thread keeps what, in float32 numbers, and last the sum.
-
-    Staged keys, values (from 0 on), parameters; key positions; scores; window sums that
-    nobody asked for; panels of queries, sums and state; block maxima.
-    """
-    parameters = 2 * BLOCK * dim
-    positions = parameters + 2 * dim
-    scores = positions + BLOCK
-    window_sums = scores + BLOCK * panel
-    first_panel = window_sums + BLOCK // 4 * panel
-    panel_floats = (2 * dim + dim // 2 + 4) * panel
-    maxima = first_panel + panels * panel_floats
-    end = maxima + max_blocks * panels * panel
-    return parameters, positions, scores, window_sums, first_panel, panel_floats, maxima, end
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _clear(address: int, count: int) -> None:
-    """``count`` float32 zeros."""
-    _array(address, count, np.float32)[:] = 0
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _stage_block(
-    spec: Spec,
-    a: Any,
-    task: Any,
-    is_full: bool,
-    first: int,
-    last_position: int,
-    key_positions: Any,
-    scratch: int,
-    parameters: int,
-) -> int:
-    """Stage the list entries from ``first`` on that some row of the tile may see.
-
-    Fills ``key_positions`` of the block; returns how many windows were staged. Behind them
-    the tiles hold zeros up to the granularity of the products.
-    """
-    dim, window, heads = constant(spec, "head_dim"), constant(spec, "window"), constant(spec, "num_kv_heads")
-    row = _array(a.rows, task.request + 1, np.int64)[task.request]
-    length = (
-        _array(a.prefix_lens, task.request + 1, np.int64)[task.request]
-        + _array(a.extend_lens, task.request + 1, np.int64)[task.request]
-    )
-    counts = _array(a.num_full if is_full else a.num_coded, row + 1, np.int32)
-    count = min(BLOCK // window, counts[row] - first)
-    entries = _array(a.windows + 4 * row * a.windows_stride, a.list_length, np.int32)
-    pages = _array(a.page_table + 4 * row * a.page_table_stride, a.list_length, np.int32)
-    key_positions[:] = _NEVER
-    num_used = 0
-    for i in range(count):
-        index = entries[first + i if is_full else a.list_length - 1 - first - i]
-        for j in range(window):
-            key_positions[i * window + j] = index * window + j
-        if index * window <= last_position:
-            num_used = i + 1
-    if num_used == 0:
-        return 0
-
-    halves = 2 if is_full and constant(spec, "pairs") else 4
-    key_tile, value_tile = scratch, scratch + 4 * BLOCK * dim
-    for i in range(num_used):
-        index = key_positions[i * window] // window
-        page = np.int64(pages[index])
-        target = i * window * dim * halves
-        if is_full:
-            slot = np.int64(_array(a.full_slot, page + 1, np.int32)[page])
-            offset = task.head * window * dim * 2
-            keys = a.keys + slot * a.keys_stride + offset
-            values = a.values + slot * a.values_stride + offset
-            valid = min(window, length - index * window)
-            _stage_full(spec, keys, values, valid, key_tile + target, value_tile + target)
-        else:
-            slot = np.int64(_array(a.coded_slot, page + 1, np.int32)[page])
-            record = a.coded + slot * a.coded_stride + task.head * constant(spec, "record_bytes")
-            _stage_coded(
-                spec, record, index * window, a.cos_sin, parameters,
-                key_tile + target, value_tile + target,
-            )  # fmt: skip
-    padding = -num_used * window % constant(spec, "row_block") * dim * halves // 4
-    end = num_used * window * dim * halves
-    _clear(key_tile + end, padding)
-    _clear(value_tile + end, padding)
-    return num_used
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _attend(spec: Spec, a: Any, task: Any, scratch: int) -> None:
-    """One task: the output of its rows, and their mass where it is asked for."""
-    dim, window, panel = constant(spec, "head_dim"), constant(spec, "window"), constant(spec, "panel")
-    lanes, group = constant(spec, "lanes"), constant(spec, "group_size")
-    heads, row_block = constant(spec, "num_kv_heads"), constant(spec, "row_block")
-    per_block = BLOCK // window
-    b = task.request
-    row = _array(a.rows, b + 1, np.int64)[b]
-    num_full = np.int64(_array(a.num_full, row + 1, np.int32)[row])
-    num_coded = np.int64(_array(a.num_coded, row + 1, np.int32)[row])
-    full_blocks = -(-num_full // per_block)
-    num_blocks = full_blocks - (-num_coded // per_block)
+@njit  # type: ignore[untyped-decorator]
+def _tile_of(spec: Any, a: Any, task: Any) -> Any:
     first_token = task.tile * a.tile_tokens
-    num_tokens = min(a.tile_tokens, _array(a.extend_lens, b + 1, np.int64)[b] - first_token)
-    first_position = _array(a.prefix_lens, b + 1, np.int64)[b] + first_token
-    last_position = first_position + num_tokens - 1
-    num_rows = num_tokens * group
-    num_panels = -(-num_rows // panel)
-    token = _array(a.first_tokens, b + 1, np.int64)[b] + first_token
-    query = a.query + token * a.query_stride + task.head * group * dim * 2
-    out = a.out + token * a.out_stride + task.head * group * dim * 2
-
-    layout = _scratch_layout(dim, panel, a.tile_panels, a.max_blocks)
-    parameters, positions, scores, no_sums, panels, panel_floats, maxima, _ = layout
-    key_tile, value_tile = scratch, scratch + 4 * BLOCK * dim
-    key_positions = _array(scratch + 4 * positions, BLOCK, np.int32)
-    scores = scratch + 4 * scores
-    lane_bytes = 4 * panel
-    for p in range(num_panels):
-        floats = scratch + 4 * (panels + p * panel_floats)
-        sums = floats + dim * lane_bytes
-        pairs = sums + dim * lane_bytes
-        state = pairs + dim // 2 * lane_bytes
-        rows_here = min(panel, num_rows - p * panel)
-        has_pairs = constant(spec, "pairs") != 0
-        _pack_queries(
-            spec, query, a.query_stride, p * panel, rows_here,
-            pairs if has_pairs else 0, floats if num_coded > 0 or not has_pairs else 0,
-        )  # fmt: skip
-        _clear(sums, dim * panel)
-        _clear(state + lane_bytes, panel)
-        _array(state, panel, np.float32)[:] = NO_SCORE
-        row_positions = _array(state + 3 * lane_bytes, panel, np.int32)
-        for lane in range(panel):
-            # Rows that pad the panel see what the last row sees.
-            row_positions[lane] = first_position + min(p * panel + lane, num_rows - 1) // group
-
-    for block in range(num_blocks):
-        is_full = block < full_blocks
-        first = (block if is_full else block - full_blocks) * per_block
-        num_used = _stage_block(
-            spec, a, task, is_full, first, last_position, key_positions, scratch,
-            scratch + 4 * parameters,
-        )  # fmt: skip
-        for p in range(num_panels):
-            floats = scratch + 4 * (panels + p * panel_floats)
-            sums = floats + dim * lane_bytes
-            pairs = sums + dim * lane_bytes
-            maximum = pairs + dim // 2 * lane_bytes
-            total, alpha = maximum + lane_bytes, maximum + 2 * lane_bytes
-            row_positions = _array(maximum + 3 * lane_bytes, panel, np.int32)
-            block_maximum = scratch + 4 * (maxima + (block * a.tile_panels + p) * panel)
-            num_vectors = min(PANEL_VECTORS, -(-(num_rows - p * panel) // lanes))
-            window_sums, stride = scratch + 4 * no_sums, lane_bytes
-            if task.mass >= 0:
-                stride = 4 * task.stride
-                window_sums = a.masses + 4 * task.mass + block * per_block * stride + p * lane_bytes
-            visible = 0
-            for i in range(num_used):
-                if key_positions[i * window] <= row_positions[panel - 1]:
-                    visible = i + 1
-            num_keys = -(-visible * window // row_block) * row_block
-            if task.mass >= 0:
-                for i in range(num_keys // window, per_block):
-                    _clear(window_sums + i * stride, num_vectors * lanes)
-            if visible == 0:
-                _array(block_maximum, panel, np.float32)[:] = NO_SCORE
-                continue
-            masked = 0
-            for i in range(num_keys):
-                masked |= np.int64(key_positions[i] > row_positions[0])
-            if constant(spec, "pairs") and is_full:
-                key_scores_pairs(spec, scores, key_tile, pairs, num_keys, num_vectors)
-                softmax_pairs(
-                    spec, scores, scratch + 4 * positions, maximum + 3 * lane_bytes, maximum,
-                    total, alpha, block_maximum, window_sums, a.scale, num_keys, stride, masked,
-                    num_vectors,
-                )  # fmt: skip
-                add_values_pairs(spec, sums, value_tile, scores, alpha, num_keys, num_vectors)
-            else:
-                key_scores(spec, scores, key_tile, floats, num_keys, num_vectors)
-                softmax(
-                    spec, scores, scratch + 4 * positions, maximum + 3 * lane_bytes, maximum,
-                    total, alpha, block_maximum, window_sums, a.scale, num_keys, stride, masked,
-                    num_vectors,
-                )  # fmt: skip
-                add_values(spec, sums, value_tile, scores, alpha, num_keys, num_vectors)
-
-    for p in range(num_panels):
-        floats = scratch + 4 * (panels + p * panel_floats)
-        sums = floats + dim * lane_bytes
-        maximum = sums + (dim + dim // 2) * lane_bytes
-        total = maximum + lane_bytes
-        num_vectors = min(PANEL_VECTORS, -(-(num_rows - p * panel) // lanes))
-        if task.mass >= 0:
-            for block in range(num_blocks):
-                block_maximum = scratch + 4 * (maxima + (block * a.tile_panels + p) * panel)
-                stride = 4 * task.stride
-                window_sums = a.masses + 4 * task.mass + block * per_block * stride + p * lane_bytes
-                mass(
-                    spec, window_sums, block_maximum, maximum, total, a.scale, per_block, stride,
-                    num_vectors,
-                )  # fmt: skip
-        _write_rows(spec, out, a.out_stride, p * panel, min(panel, num_rows - p * panel), sums, total)
+    num_tokens = min(a.tile_tokens, _long(a.extend_lens, task.request) - first_token)
+    first_position = _long(a.prefix_lens, task.request) + first_token
+    num_rows = num_tokens * spec.group_size
+    token = _long(a.first_tokens, task.request) + first_token
+    head = 2 * task.head * spec.group_size * spec.head_dim
+    return _Tile(
+        task.request, task.head, first_position, first_position + num_tokens - 1, num_rows,
+        _ceil_div(num_rows, PANEL_VECTORS * a.lanes),
+        a.query + token * a.query_stride + head, a.out + token * a.out_stride + head,
+    )  # fmt: skip
 
 
-# -- scores -----------------------------------------------------------------------------------
+@njit  # type: ignore[untyped-decorator]
+def _block_bytes(dim: int, lanes: int) -> tuple[int, int, int, int]:
+    """Offsets of a thread's arrays for one block of keys: values, scores, positions, panels.
+
+    Staged keys come first; between positions and panels lie window sums that nobody asked for.
+    """
+    tile, panel = 4 * BLOCK * dim, 4 * PANEL_VECTORS * lanes
+    scores, positions = 2 * tile, 2 * tile + BLOCK * panel
+    return tile, scores, positions, positions + 4 * BLOCK + BLOCK // 4 * panel
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _add_scores(spec: Spec, a: Any, span: Any, block: int) -> None:
-    """Add the mass of a span's scored tokens to the windows of one block, token by token."""
-    window, group = constant(spec, "window"), constant(spec, "group_size")
-    heads = constant(spec, "num_kv_heads")
-    b = span.request
-    row = _array(a.rows, b + 1, np.int64)[b]
-    num_full = np.int64(_array(a.num_full, row + 1, np.int32)[row])
-    num_coded = np.int64(_array(a.num_coded, row + 1, np.int32)[row])
-    prefix = _array(a.prefix_lens, b + 1, np.int64)[b]
-    num_tokens = _array(a.extend_lens, b + 1, np.int64)[b]
-    start = _array(a.score_starts, b + 1, np.int64)[b] - prefix
-    entries = _array(a.windows + 4 * row * a.windows_stride, a.list_length, np.int32)
-    scores = _array(a.scores + 4 * row * a.scores_stride, a.list_length, np.float32)
-    per_block = BLOCK // window
-    full_blocks = -(-num_full // per_block)
-    tiles = span.end_tile - span.first_tile
-    stride = tiles * span.columns
-    head_stride = span.num_blocks * per_block * stride
-    masses = _array(a.masses + 4 * span.mass, heads * head_stride, np.float32)
-    mean = np.float32(1) / np.float32(heads * group)
-    end_token = min(num_tokens, span.end_tile * a.tile_tokens)
-    for i in range(per_block):
-        place = block * per_block + i
-        if block < full_blocks:
-            if place >= num_full:
-                break
-            index = entries[place]
+@njit  # type: ignore[untyped-decorator]
+def _panel_bytes(dim: int, lanes: int, max_blocks: int) -> int:
+    return 4 * PANEL_VECTORS * lanes * (dim // 2 + 2 * dim + 4 + max_blocks)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _panel_of(spec: Any, a: Any, tile: Any, max_blocks: int, scratch: int, index: int) -> Any:
+    panel, dim = PANEL_VECTORS * a.lanes, spec.head_dim
+    words = scratch + _block_bytes(dim, a.lanes)[3]
+    words += index * _panel_bytes(dim, a.lanes, max_blocks)
+    query = words + dim // 2 * 4 * panel
+    sums = query + dim * 4 * panel
+    state = sums + dim * 4 * panel
+    num_rows = min(panel, tile.num_rows - index * panel)
+    return _Panel(
+        words, query, sums, state, state + 4 * panel, state + 8 * panel, state + 12 * panel,
+        state + 16 * panel, index * panel, num_rows, _ceil_div(num_rows, a.lanes),
+    )  # fmt: skip
+
+
+# -- steps of a task --------------------------------------------------------------------------
+
+
+@njit  # type: ignore[untyped-decorator]
+def _begin_panel(spec: Any, a: Any, tile: Any, panel: Any, floats: bool) -> None:
+    """Queries to lanes; no key seen yet."""
+    size, dim = PANEL_VECTORS * a.lanes, spec.head_dim
+    words = array(panel.words, dim // 2 * size, np.uint32)
+    words[:] = 0
+    positions = array(panel.positions, size, np.int32)
+    for lane in range(size):
+        # Rows that pad the panel see what the last row sees.
+        row = panel.first_row + min(lane, panel.num_rows - 1)
+        token, head = row // spec.group_size, row % spec.group_size
+        positions[lane] = tile.first_position + token
+        if lane < panel.num_rows:
+            source = tile.query + token * a.query_stride + 2 * head * dim
+            channels = array(source, dim // 2, np.uint32)
+            for i in range(dim // 2):
+                words[i * size + lane] = channels[i]
+    if floats:
+        widen_query(spec, panel.words, panel.query)
+    _fill(panel.sums, dim * size, 0.0)
+    _fill(panel.maximum, size, NO_SCORE)
+    _fill(panel.total, size, 0.0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _stage_block(spec: Any, a: Any, tile: Any, windows: Any, block: int, scratch: int) -> int:
+    """Bring the windows of a block that some row may see to the thread's tiles.
+
+    Writes the positions of the block's keys. Returns the number of windows staged; zeros follow
+    them up to the granularity of the products.
+    """
+    dim, window = spec.head_dim, spec.window
+    value_offset, _, position_offset, _ = _block_bytes(dim, a.lanes)
+    positions = array(scratch + position_offset, BLOCK, np.int32)
+    is_full, step, entries, count = _block_of(spec, a, windows, block)
+    num_staged = 0
+    positions[:] = _NEVER
+    for i in range(count):
+        first = _entry(entries, step, i) * window
+        for j in range(window):
+            positions[i * window + j] = first + j
+        if first <= tile.last_position:
+            num_staged = i + 1
+
+    number = 2 if is_full and a.pairs else 4
+    length = _long(a.prefix_lens, tile.request) + _long(a.extend_lens, tile.request)
+    keys, values = scratch, scratch + value_offset
+    for i in range(num_staged):
+        index = _entry(entries, step, i)
+        page = _int(a.page_table + 4 * windows.row * a.page_table_stride, index)
+        if is_full:
+            offset = _int(a.full_slot, page) * a.slot_stride + 2 * tile.head * window * dim
+            stage_full(spec, a.keys + offset, a.values + offset, keys, values)
+            # What is not written yet may be NaN, which a weight of 0 does not cancel.
+            _clear_tokens(values, length - index * window, window, dim, a.pairs)
         else:
-            place_coded = place - full_blocks * per_block
-            if place_coded >= num_coded:
-                break
-            index = entries[a.list_length - 1 - place_coded]
-        if index * window >= prefix + end_token:
-            continue
+            slot = _int(a.coded_slot, page) * spec.num_kv_heads + tile.head
+            rotary = a.cos_sin + 4 * index * window * spec.rotary_dim
+            stage_coded(spec, a.coded + slot * spec.record_bytes, rotary, keys, values)
+        keys += number * window * dim
+        values += number * window * dim
+    padding = -num_staged * window % a.row_block * dim * number // 4
+    _fill(keys, padding, 0.0)
+    _fill(values, padding, 0.0)
+    return num_staged
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _entry(entries: int, step: int, index: int) -> int:
+    return _int(entries + 4 * step * index, 0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _clear_tokens(values: int, first: int, window: int, dim: int, pairs: int) -> None:
+    """Staged values of a FULL window from token ``first`` on become 0."""
+    for token in range(max(first, 0), window):
+        if pairs:
+            row = array(values + 4 * (token // 2) * dim, 2 * dim, np.uint16)
+            for d in range(dim):
+                row[2 * d + token % 2] = 0
+        else:
+            _fill(values + 4 * token * dim, dim, 0.0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _visit_block(
+    spec: Any,
+    a: Any,
+    panel: Any,
+    block: int,
+    pairs: bool,
+    num_staged: int,
+    mass: int,
+    stride: int,
+    scratch: int,
+) -> None:
+    """Attention of a panel over a staged block.
+
+    ``mass``: where the sum of the block's first window goes, the next one ``stride`` bytes
+    further (0: nowhere).
+    """
+    size, window = PANEL_VECTORS * a.lanes, spec.window
+    values, scores, key_positions, _ = _block_bytes(spec.head_dim, a.lanes)
+    values, scores, key_positions = scratch + values, scratch + scores, scratch + key_positions
+    first_position = _int(panel.positions, 0)
+    last_position = _int(panel.positions, size - 1)
+    visible = 0
+    for i in range(num_staged):
+        if _int(key_positions, i * window) <= last_position:
+            visible = i + 1
+    num_keys = _ceil_div(visible * window, a.row_block) * a.row_block
+    if mass:
+        for i in range(num_keys // window, BLOCK // window):
+            _fill(mass + i * stride, panel.num_vectors * a.lanes, 0.0)
+    else:
+        mass, stride = key_positions + 4 * BLOCK, 4 * size
+    block_maximum = panel.block_maxima + 4 * block * size
+    if visible == 0:
+        _fill(block_maximum, size, NO_SCORE)
+        return
+    masked = 0
+    for i in range(num_keys):
+        if _int(key_positions, i) > first_position:
+            masked = 1
+    if pairs:
+        key_scores_pairs(spec, scores, scratch, panel.words, num_keys, panel.num_vectors)
+        softmax_pairs(
+            spec, scores, key_positions, panel.positions, panel.maximum, panel.total, panel.alpha,
+            block_maximum, mass, a.scale, num_keys, stride, masked, panel.num_vectors,
+        )  # fmt: skip
+        add_values_pairs(
+            spec, panel.sums, values, scores, panel.alpha, num_keys, panel.num_vectors
+        )
+    else:
+        key_scores(spec, scores, scratch, panel.query, num_keys, panel.num_vectors)
+        softmax(
+            spec, scores, key_positions, panel.positions, panel.maximum, panel.total, panel.alpha,
+            block_maximum, mass, a.scale, num_keys, stride, masked, panel.num_vectors,
+        )  # fmt: skip
+        add_values(spec, panel.sums, values, scores, panel.alpha, num_keys, panel.num_vectors)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _end_panel(spec: Any, a: Any, tile: Any, panel: Any) -> None:
+    """Results of a panel to the output."""
+    size, dim = PANEL_VECTORS * a.lanes, spec.head_dim
+    # The query is no longer needed; its place takes the rounded results.
+    divide(spec, panel.sums, panel.total, panel.query, panel.num_vectors)
+    halves = array(panel.query, dim * size, np.uint16)
+    for lane in range(panel.num_rows):
+        row = panel.first_row + lane
+        token, head = row // spec.group_size, row % spec.group_size
+        target = array(tile.out + token * a.out_stride + 2 * head * dim, dim, np.uint16)
+        for d in range(dim):
+            target[d] = halves[d * size + lane]
+
+
+@njit  # type: ignore[untyped-decorator]
+def _attend(spec: Any, a: Any, task: Any, scratch: int) -> None:
+    """One task: the output of its rows, and their mass where it is asked for."""
+    tile, windows = _tile_of(spec, a, task), _list_of(spec, a, task.request)
+    num_blocks, lanes = windows.num_blocks, a.lanes
+    block_stride = 4 * task.stride * (BLOCK // spec.window)
+    for p in range(tile.num_panels):
+        panel = _panel_of(spec, a, tile, num_blocks, scratch, p)
+        _begin_panel(spec, a, tile, panel, windows.num_coded > 0 or not a.pairs)
+    for block in range(num_blocks):
+        num_staged = _stage_block(spec, a, tile, windows, block, scratch)
+        pairs = a.pairs and block < windows.full_blocks
+        for p in range(tile.num_panels):
+            panel = _panel_of(spec, a, tile, num_blocks, scratch, p)
+            mass = 0
+            if task.mass >= 0:
+                mass = a.masses + 4 * (task.mass + panel.first_row) + block * block_stride
+            _visit_block(
+                spec, a, panel, block, pairs, num_staged, mass, 4 * task.stride, scratch
+            )
+    for p in range(tile.num_panels):
+        panel = _panel_of(spec, a, tile, num_blocks, scratch, p)
+        _end_panel(spec, a, tile, panel)
+        if task.mass >= 0:
+            mass = a.masses + 4 * (task.mass + panel.first_row)
+            for block in range(num_blocks):
+                normalise(
+                    spec, mass + block * block_stride,
+                    panel.block_maxima + 4 * block * PANEL_VECTORS * lanes, panel.maximum,
+                    panel.total, a.scale, BLOCK // spec.window, 4 * task.stride,
+                    panel.num_vectors,
+                )  # fmt: skip
+
+
+@njit  # type: ignore[untyped-decorator]
+def _add_scores(spec: Any, a: Any, span: Any, block: int) -> None:
+    """Add the mass of a span's scored tokens to the windows of one block, token by token."""
+    windows = _list_of(spec, a, span.request)
+    _, step, entries, count = _block_of(spec, a, windows, block)
+    prefix, group = _long(a.prefix_lens, span.request), spec.group_size
+    start = _long(a.score_starts, span.request) - prefix
+    end = min(_long(a.extend_lens, span.request), span.end_tile * a.tile_tokens)
+    stride = (span.end_tile - span.first_tile) * span.columns
+    head_stride = span.num_blocks * (BLOCK // spec.window) * stride
+    scores = array(a.scores + 4 * windows.row * a.scores_stride, a.list_length, np.float32)
+    mean = np.float32(1.0 / spec.num_q_heads)
+    for i in range(count):
+        index = _entry(entries, step, i)
+        if index * spec.window >= prefix + end:
+            continue  # no token of the span sees it: all its mass is 0
+        place = span.mass + (block * (BLOCK // spec.window) + i) * stride
+        mass = array(a.masses + 4 * place, stride, np.float32)
+        for head in range(1, spec.num_kv_heads):
+            other = array(a.masses + 4 * (place + head * head_stride), stride, np.float32)
+            for column in range(stride):
+                mass[column] += other[column]
         score = scores[index]
         for tile in range(span.first_tile, span.end_tile):
             first = tile * a.tile_tokens
-            column = place * stride + (tile - span.first_tile) * span.columns
-            for token in range(max(first, start), min(first + a.tile_tokens, num_tokens)):
-                total = np.float32(0)
-                for head in range(heads):
-                    at = head * head_stride + column + (token - first) * group
-                    for g in range(group):
-                        total += masses[at + g]
+            column = (tile - span.first_tile) * span.columns
+            for token in range(max(first, start), min(first + a.tile_tokens, end)):
+                total = np.float32(0.0)
+                for g in range(group):
+                    total += mass[column + (token - first) * group + g]
                 score += total * mean
         scores[index] = score
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _worker(spec: Spec, address: int) -> None:
+def _worker(spec: Any, arguments: int) -> None:
     """What each thread does: take tasks until the round is empty, then windows to add up."""
-    a = _array(address, 1, _ARGUMENTS)[0]
-    thread = atomic_add(a.counters, 1)
-    scratch = a.scratch + 4 * thread * a.scratch_floats
-    rounds = _array(a.rounds, 2 * (a.num_rounds + 1), np.int64)
-    tasks = _array(a.tasks, rounds[2 * a.num_rounds], _TASK)
-    spans = _array(a.spans, rounds[2 * a.num_rounds + 1], _SPAN)
+    a = array(arguments, 1, _ARGUMENTS)[0]
+    scratch = a.scratch + atomic_add(a.counters, 1) * a.scratch_bytes
+    rounds = array(a.rounds, (a.num_rounds + 1, 2), np.int64)
+    tasks = array(a.tasks, rounds[a.num_rounds, 0], _TASK)
+    spans = array(a.spans, rounds[a.num_rounds, 1], _SPAN)
     for step in range(a.num_rounds):
-        counter = a.counters + 8 * (1 + 2 * step)
-        end_task = rounds[2 * step + 2]
-        i = rounds[2 * step] + atomic_add(counter, 1)
-        while i < end_task:
+        next_task = a.counters + 8 + 16 * step
+        next_item = next_task + 8
+        while True:
+            i = rounds[step, 0] + atomic_add(next_task, 1)
+            if i >= rounds[step + 1, 0]:
+                break
             _attend(spec, a, tasks[i], scratch)
-            i = rounds[2 * step] + atomic_add(counter, 1)
-        if rounds[2 * step + 1] == rounds[2 * step + 3]:
+        if rounds[step, 1] == rounds[step + 1, 1]:
             continue
         barrier()
-        mine, item = atomic_add(counter + 8, 1), 0
-        for s in range(rounds[2 * step + 1], rounds[2 * step + 3]):
+        mine, item = atomic_add(next_item, 1), 0
+        for s in range(rounds[step, 1], rounds[step + 1, 1]):
             for block in range(spans[s].num_blocks):
                 if item == mine:
                     _add_scores(spec, a, spans[s], block)
-                    mine = atomic_add(counter + 8, 1)
+                    mine = atomic_add(next_item, 1)
                 item += 1
         barrier()
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _launch(spec: Spec, address: int, num_threads: int) -> None:
-    parallel(_worker, spec, address, num_threads)
+def extend_kernel(spec: Any, arguments: int, num_threads: int) -> int:
+    """Run the launch described at ``arguments``; returns 0."""
+    parallel(_worker, spec, arguments, num_threads)
+    return 0
 
 
 # -- plan -------------------------------------------------------------------------------------
@@ -642,81 +493,87 @@ def _launch(spec: Spec, address: int, num_threads: int) -> None:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _plan(
+    rows: Array,
     prefix_lens: Array,
     extend_lens: Array,
     score_starts: Array,
-    num_blocks: Array,
-    heads: int,
-    group: int,
+    num_full: Array,
+    num_coded: Array,
+    num_heads: int,
+    group_size: int,
     per_block: int,
     lanes: int,
     tile_tokens: int,
     mass_floats: int,
-) -> tuple[Array, Array, Array, int]:
-    """Tasks and spans in order, the bounds of the rounds in both, and the floats of mass.
+) -> tuple[Array, Array, Array, int, int]:
+    """(tasks, spans, rounds, floats of mass, blocks of the longest list).
 
-    Tiles without a scored token all go to the first round. Within a round heavy tiles come
-    first, so that threads finish together.
+    ``rounds`` int64 ``[num_rounds + 1, 2]``: where each round begins in tasks and in spans.
+    Tiles without a scored token all go to the first round. Heavy tiles come before light ones,
+    so that threads finish a round together.
     """
-    batch = extend_lens.size
-    num_tiles = -(-extend_lens // tile_tokens)
-    next_tile = np.empty(batch, np.int64)
+    batch = rows.size
+    num_tiles = _ceil_div(extend_lens, tile_tokens)
+    next_tile = num_tiles.copy()
+    num_blocks = np.zeros(batch, np.int64)
     for b in range(batch):
-        first = max(score_starts[b] - prefix_lens[b], 0)
-        next_tile[b] = first // tile_tokens if first < extend_lens[b] else num_tiles[b]
+        scored = max(score_starts[b] - prefix_lens[b], 0)
+        if scored < extend_lens[b]:
+            next_tile[b] = scored // tile_tokens
+        num_blocks[b] = _ceil_div(num_full[rows[b]], per_block)
+        num_blocks[b] += _ceil_div(num_coded[rows[b]], per_block)
     num_scored = (num_tiles - next_tile).sum()
-    tasks = np.empty(num_tiles.sum() * heads, _TASK)
+    tasks = np.empty(num_tiles.sum() * num_heads, _TASK)
     spans = np.empty(num_scored, _SPAN)
     rounds = np.zeros((num_scored + 2, 2), np.int64)
-    num_tasks = num_spans = num_rounds = most = 0
+    num_tasks, num_spans, num_rounds, most = 0, 0, 0, 0
     for b in range(batch):
-        num_tasks = _add_tasks(tasks, num_tasks, b, 0, next_tile[b], heads, -1, 0, 0)
-    while True:
-        used, taken = 0, False
+        num_tasks = _add_tasks(tasks, num_tasks, b, 0, next_tile[b], num_heads, -1, 0, 0)
+    remaining = True
+    while remaining:
+        remaining, used, first_span = False, 0, num_spans
         for b in range(batch):
-            if next_tile[b] == num_tiles[b]:
-                continue
-            columns = -(-min(tile_tokens, extend_lens[b]) * group // lanes) * lanes
+            first = next_tile[b]
+            columns = _ceil_div(min(tile_tokens, extend_lens[b]) * group_size, lanes) * lanes
             windows = num_blocks[b] * per_block
-            tile_floats = heads * windows * columns
-            room = (mass_floats - used) // max(tile_floats, 1)
-            count = min(num_tiles[b] - next_tile[b], max(room, 0 if taken else 1))
-            if count == 0:
+            floats = max(num_heads * windows * columns, 1)
+            room = (mass_floats - used) // floats
+            if num_spans == first_span:
+                room = max(room, 1)
+            end = min(num_tiles[b], first + room)
+            remaining |= end < num_tiles[b]
+            if end <= first:
                 continue
-            first, end = next_tile[b], next_tile[b] + count
             span = spans[num_spans]
             span.request, span.first_tile, span.end_tile = b, first, end
             span.mass, span.num_blocks, span.columns = used, num_blocks[b], columns
             num_tasks = _add_tasks(
-                tasks, num_tasks, b, first, end, heads, used, windows, columns
+                tasks, num_tasks, b, first, end, num_heads, used, windows, columns
             )
             num_spans += 1
-            used += count * tile_floats
+            used += (end - first) * floats
             next_tile[b] = end
-            taken = True
         num_rounds += 1
-        rounds[num_rounds] = num_tasks, num_spans
+        rounds[num_rounds, 0], rounds[num_rounds, 1] = num_tasks, num_spans
         most = max(most, used)
-        if (next_tile == num_tiles).all():
-            break
-    return tasks, spans, rounds[: num_rounds + 1], most
+    return tasks, spans, rounds[: num_rounds + 1], most, num_blocks.max()
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def _add_tasks(
     tasks: Array,
     num_tasks: int,
     request: int,
     first: int,
     end: int,
-    heads: int,
+    num_heads: int,
     mass: int,
     windows: int,
     columns: int,
 ) -> int:
     """Append the tasks of tiles [first, end) of all heads; returns how many there are now."""
     stride = (end - first) * columns
-    for head in range(heads):
+    for head in range(num_heads):
         for tile in range(end - 1, first - 1, -1):
             task = tasks[num_tasks]
             task.request, task.head, task.tile, task.stride = request, head, tile, stride
@@ -727,9 +584,13 @@ def _add_tasks(
     return num_tasks
 
 
-def extend(
+# -- launch -----------------------------------------------------------------------------------
+
+
+def launch_extend(
+    run: Callable[[None, int, int], Any],
     spec: Spec,
-    rotary: RotaryTable,
+    cos_sin: torch.Tensor,
     query: torch.Tensor,
     full: FullArena,
     coded: torch.Tensor,
@@ -742,60 +603,47 @@ def extend(
     scores: torch.Tensor | None,
     score_starts: torch.Tensor | None,
 ) -> None:
-    """``AttentionKernels.extend`` for the geometry and dtype of ``spec``.
+    """``AttentionKernels.extend`` with ``run``, the compiled ``extend_kernel`` of ``spec``.
 
     Raises ``ValueError`` for a scale that is not positive.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    geometry, lanes = spec.geometry, spec.lanes
-    panel, per_block = PANEL_VECTORS * lanes, BLOCK // spec.window
+    if not len(rows):
+        return
+    lanes, panel = spec.lanes, PANEL_VECTORS * spec.lanes
     tile_tokens = max(TILE_PANELS * panel // spec.group_size, 1)
     tile_panels = -(-tile_tokens * spec.group_size // panel)
-    batch_rows, prefix, length = (
-        t.to(torch.int64).contiguous() for t in (rows, prefix_lens, extend_lens)
-    )
-    first_tokens = torch.cumsum(length, 0) - length
-    if scores is None or score_starts is None:
-        starts = prefix + length
-    else:
-        starts = score_starts.to(torch.int64).contiguous()
-    blocks = -(-view.num_full[batch_rows].to(torch.int64) // per_block)
-    blocks += -(-view.num_coded[batch_rows].to(torch.int64) // per_block)
-    tasks, spans, rounds, mass_floats = _plan(
-        prefix.numpy(), length.numpy(), starts.numpy(), blocks.numpy(), geometry.num_kv_heads,
-        spec.group_size, per_block, lanes, tile_tokens, MASS_FLOATS,
+    prefix, length = (t.to(torch.int64).contiguous() for t in (prefix_lens, extend_lens))
+    starts = prefix + length if scores is None or score_starts is None else score_starts
+    starts, rows = starts.to(torch.int64).contiguous(), rows.contiguous()
+    first_tokens = length.cumsum(0) - length
+    tasks, spans, rounds, mass_floats, max_blocks = _plan(
+        rows.numpy(), prefix.numpy(), length.numpy(), starts.numpy(), view.num_full.numpy(),
+        view.num_coded.numpy(), spec.num_kv_heads, spec.group_size, BLOCK // spec.window, lanes,
+        tile_tokens, MASS_FLOATS,
     )  # fmt: skip
-    if not tasks.size:
-        return
-    max_blocks = int(blocks.max())
     num_threads = torch.get_num_threads()
-    scratch_floats = _scratch_layout(spec.head_dim, panel, tile_panels, max_blocks)[-1]
-    scratch_floats = -(-scratch_floats // 1024) * 1024
-    memory = _aligned(num_threads * scratch_floats + mass_floats)
+    scratch_bytes = _block_bytes(spec.head_dim, lanes)[3]
+    scratch_bytes += tile_panels * _panel_bytes(spec.head_dim, lanes, max_blocks)
+    # torch aligns to a cache line, and all parts are multiples of it.
+    scratch = torch.empty(num_threads * scratch_bytes + 4 * mass_floats, dtype=torch.uint8)
     counters = np.zeros(2 * len(rounds) + 1, np.int64)
-    exponent_scale = np.array([scale / math.log(2)], np.float32)
-    arguments = np.zeros(1, _ARGUMENTS)
+    exponent = np.array([scale / math.log(2)], np.float32)
+    arguments = np.empty(1, _ARGUMENTS)
     arguments[0] = (
         *(query.data_ptr(), 2 * query.stride(0), out.data_ptr(), 2 * out.stride(0)),
-        *(full.keys.data_ptr(), 2 * full.keys.stride(0)),
-        *(full.values.data_ptr(), 2 * full.values.stride(0)),
-        *(coded.data_ptr(), coded.stride(0)),
-        *(rotary.cos_sin.data_ptr(), exponent_scale.ctypes.data),
-        *((0, 0) if scores is None else (scores.data_ptr(), scores.stride(0))),
+        *(full.keys.data_ptr(), full.values.data_ptr(), 2 * full.keys.stride(0)),
+        *(coded.data_ptr(), cos_sin.data_ptr(), exponent.ctypes.data),
         *(view.page_table.data_ptr(), view.page_table.stride(0)),
         *(view.windows.data_ptr(), view.windows.stride(0), view.windows.shape[1]),
         *(view.full_slot.data_ptr(), view.coded_slot.data_ptr()),
         *(view.num_full.data_ptr(), view.num_coded.data_ptr()),
-        *(t.data_ptr() for t in (batch_rows, prefix, length, first_tokens, starts)),
+        *((0, 0) if scores is None else (scores.data_ptr(), scores.stride(0))),
+        *(t.data_ptr() for t in (rows, prefix, length, first_tokens, starts)),
         *(tasks.ctypes.data, spans.ctypes.data, rounds.ctypes.data, len(rounds) - 1),
-        *(counters.ctypes.data, tile_tokens, tile_panels, max_blocks),
-        *(memory.data_ptr() + 4 * num_threads * scratch_floats, memory.data_ptr(), scratch_floats),
+        *(counters.ctypes.data, scratch.data_ptr() + num_threads * scratch_bytes),
+        *(lanes, row_block(lanes), has_pairs(spec), tile_tokens, tile_panels),
+        *(scratch.data_ptr(), scratch_bytes),
     )
-    require_openmp()
-    _launch(spec, arguments.ctypes.data, num_threads)
-
-
-def _aligned(num_floats: int) -> torch.Tensor:
-    """Uninitialised float32 memory that begins on a cache line (torch aligns to 64 bytes)."""
-    return torch.empty(num_floats, dtype=torch.float32)
+    run(None, arguments.ctypes.data, num_threads)
