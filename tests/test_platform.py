@@ -140,6 +140,31 @@ def test_attention_backend_is_torchs_unless_the_user_names_one(
     assert answer == {"device": "cpu", "attention_backend": backend}
 
 
+_ROTATE = """
+import sglang, torch
+from sglang.srt.platforms import current_platform
+current_platform.init_backend()
+from sglang.srt.layers.rotary_embedding import get_rope
+rope = get_rope(64, 64, 8192, 100000, True, dtype=torch.bfloat16)
+assert rope.cos_sin_cache.dtype == torch.float32
+positions = torch.tensor([0, 5, 4321, 8191])
+key = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+_, rotated = rope(positions, key.clone(), key.clone())
+angles = positions[:, None] * 100000.0 ** -(torch.arange(0, 64, 2) / 64).double()
+low, high = key.double().chunk(2, -1)
+turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
+exact = torch.cat((turned.real, turned.imag), -1)
+# Half a bfloat16 step for the one rounding, and a float32 angle's error at 8191 radians.
+torch.testing.assert_close(rotated.double(), exact, rtol=2**-9, atol=4e-3)
+"""
+
+
+@pytest.mark.slow
+def test_sglangs_own_rotary_module_turns_in_float32_from_a_float32_table() -> None:
+    result = subprocess.run([sys.executable, "-c", _ROTATE], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
 def test_rotation_rounds_once() -> None:
     x = torch.randn(5, 3, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     angles = torch.arange(5)[:, None] * 0.7 ** torch.arange(32) * 100
