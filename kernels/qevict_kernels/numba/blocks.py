@@ -15,6 +15,7 @@ a *partial*, float32 ``[group_size, partial_floats]``: the weighted sum ``[D]``,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -77,21 +78,29 @@ def _load_query(
 
 @vector_function
 def _full_logits(
-    e: Emitter, spec: Spec, keys: ir.Value, query: ir.Value, logits: ir.Value, ahead: ir.Value
+    e: Emitter,
+    spec: Spec,
+    keys: ir.Value,
+    query: ir.Value,
+    logits: ir.Value,
+    keys_ahead: ir.Value,
+    values_ahead: ir.Value,
 ) -> None:
-    e.prefetch(ahead, spec.window * spec.head_dim * 2)
-    group = min(spec.window, 8)
+    dim, group = spec.head_dim, min(spec.window, 8)
+    e.prefetch(keys_ahead, 2 * spec.window * dim)
+    e.prefetch(values_ahead, 2 * spec.window * dim, locality=2)
     with e.loop(spec.window // group) as index:
         start = e.b.mul(index, I64(group))
-        keys = e.offset(keys, e.b.mul(start, I64(2 * spec.head_dim)))
+        place = e.offset(keys, e.b.mul(start, I64(2 * dim)))
 
-        def key(token: int) -> list[tuple[int, ir.Value]]:
-            return [
-                (d, e.load_half(keys, token * spec.head_dim + d, spec.half))
-                for d in range(0, spec.head_dim, e.lanes)
-            ]
+        def accumulate(tokens: range, add: Add) -> None:
+            with e.loop(dim // e.lanes, unroll=False) as j:
+                d = e.b.mul(j, I64(e.lanes))
+                add(d, [e.load_half(place, e.plus(d, t * dim), spec.half) for t in tokens])
 
-        _dot_tokens(e, spec, key, query, e.offset(logits, e.b.mul(start, I64(4))), group)
+        _dot_tokens(
+            e, spec, query, e.offset(logits, e.b.mul(start, I64(4))), group, e.lanes, accumulate
+        )
 
 
 @vector_function
@@ -101,40 +110,60 @@ def _coded_logits(
     record: ir.Value,
     query: ir.Value,
     base: ir.Value,
-    table: ir.Value,
+    offsets: ir.Value,
     logits: ir.Value,
     ahead: ir.Value,
+    base_ahead: ir.Value,
 ) -> None:
+    lanes, half, dim = rotary_lanes(e, spec), spec.rotary_dim // 2, spec.head_dim
+    bits, group = spec.geometry.key_bits, spec.geometry.code_group
     e.prefetch(ahead, spec.record.payload_bytes)
-    lanes, half = rotary_lanes(e, spec), spec.rotary_dim // 2
-    bits = spec.geometry.key_bits
+    e.prefetch(base_ahead, 4 * spec.rotary_dim)
     rotated = _rotate_query(e, spec, query, base)
     scales, zeros = _key_params(e, spec, record)
-    group = spec.geometry.code_group
     with e.loop(spec.window // group) as index:
         start = e.b.mul(index, I64(group))
         codes = e.offset(record, spec.record.key_codes)
-        codes = e.offset(codes, e.b.mul(index, I64(spec.head_dim * group * bits // 8)))
-        cos = e.offset(table, e.b.mul(start, I64(4 * spec.rotary_dim)))
-        words = load_split(e, spec, lambda d: e.load_words(codes, d, group * bits, lanes))
+        codes = e.offset(codes, e.b.mul(index, I64(dim * group * bits // 8)))
+        table = e.offset(offsets, e.b.mul(start, I64(4 * 3 * half)))
 
-        def number(d: int, token: int) -> ir.Value:
-            code = e.code_as_float(words[d], token, bits)
-            return e.fma(code, scales[d], zeros[d])
+        def words(d: ir.Value) -> ir.Value:
+            return e.load_words(codes, d, group * bits, lanes)
 
-        def key(token: int) -> list[tuple[int, ir.Value]]:
-            parts = []
-            for d in first_halves(e, spec):
-                first, second = number(d, token), number(half + d, token)
-                c = e.load(cos, token * spec.rotary_dim + d, lanes)
-                s = e.load(cos, token * spec.rotary_dim + half + d, lanes)
-                parts += [
-                    (d, e.fnma(second, s, e.fmul(first, c))),
-                    (half + d, e.fma(first, s, e.fmul(second, c))),
-                ]
-            return parts + [(d, number(d, token)) for d in unrotated(e, spec)]
+        def numbers(word: ir.Value, tokens: range, d: ir.Value) -> list[ir.Value]:
+            scale, zero = e.load(scales, d, lanes), e.load(zeros, d, lanes)
+            return [e.fma(e.code_as_float(word, t, bits), scale, zero) for t in tokens]
 
-        _dot_tokens(e, spec, key, rotated, e.offset(logits, e.b.mul(start, I64(4))), group)
+        def rotate(x: ir.Value, y: ir.Value, t: int, d: ir.Value) -> tuple[ir.Value, ir.Value]:
+            # Three products instead of four: the fused units are what limits this loop.
+            c, c_plus_s, s_minus_c = (
+                e.load(table, e.plus(d, (3 * t + i) * half), lanes) for i in range(3)
+            )
+            both = e.fmul(e.fadd(x, y), c)
+            return e.fnma(y, c_plus_s, both), e.fma(x, s_minus_c, both)
+
+        def accumulate(tokens: range, add: Add) -> None:
+            with e.loop(half // lanes, unroll=False) as j:
+                d = e.b.mul(j, I64(lanes))
+                partner = e.plus(d, half)
+                if spec.is_neox:
+                    first, second = words(d), words(partner)
+                else:
+                    twice = e.plus(d, d)
+                    first, second = e.split_pairs(words(twice), words(e.plus(twice, lanes)))
+                xs, ys = numbers(first, tokens, d), numbers(second, tokens, partner)
+                for i, t in enumerate(tokens):
+                    if t or group != spec.window:  # offset 0 does not turn anything
+                        xs[i], ys[i] = rotate(xs[i], ys[i], t, d)
+                add(d, xs)
+                add(partner, ys)
+            with e.loop((dim - spec.rotary_dim) // lanes, unroll=False) as j:
+                d = e.plus(e.b.mul(j, I64(lanes)), spec.rotary_dim)
+                add(d, numbers(words(d), tokens, d))
+
+        _dot_tokens(
+            e, spec, rotated, e.offset(logits, e.b.mul(start, I64(4))), group, lanes, accumulate
+        )
 
 
 def _rotate_query(e: Emitter, spec: Spec, query: ir.Value, base: ir.Value) -> ir.Value:
@@ -153,35 +182,75 @@ def _rotate_query(e: Emitter, spec: Spec, query: ir.Value, base: ir.Value) -> ir
     return rotated
 
 
-def _key_params(e: Emitter, spec: Spec, record: ir.Value) -> tuple[Parts, Parts]:
-    """Scale and zero of the key channels, for codes from ``code_as_float``."""
+def _key_params(e: Emitter, spec: Spec, record: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Scales and zeros of the key channels on the stack, for codes from ``code_as_float``."""
     lanes, levels = rotary_lanes(e, spec), float(1 << spec.geometry.key_bits)
     load_scale, load_zero = load_params(e, spec, record, "keys")
-    scales = load_split(e, spec, lambda d: load_scale(d, lanes))
-    zeros = load_split(e, spec, lambda d: load_zero(d, lanes))
-    for d in scales:
-        scales[d] = e.fmul(scales[d], e.splat(levels, lanes))
-        zeros[d] = e.fsub(zeros[d], scales[d])
+    scales, zeros = e.scratch(spec.head_dim), e.scratch(spec.head_dim)
+    zero_parts = load_split(e, spec, lambda d: load_zero(d, lanes))
+    for d, scale in load_split(e, spec, lambda d: load_scale(d, lanes)).items():
+        step = e.fmul(scale, e.splat(levels, lanes))
+        e.store(step, scales, d)
+        e.store(e.fsub(zero_parts[d], step), zeros, d)
     return scales, zeros
 
 
+Add = Callable[[ir.Value, list[ir.Value]], None]
+"""Takes a channel offset and one vector of the keys of some tokens each."""
+
+
 def _dot_tokens(
-    e: Emitter, spec: Spec, key: Any, query: ir.Value, logits: ir.Value, num_tokens: int
+    e: Emitter,
+    spec: Spec,
+    query: ir.Value,
+    logits: ir.Value,
+    num_tokens: int,
+    lanes: int,
+    accumulate: Callable[[range, Add], None],
 ) -> None:
-    """Logits of ``num_tokens`` tokens for every head; ``key(token)`` gives (offset, vector)s."""
+    """Logits of ``num_tokens`` tokens for every head.
+
+    ``accumulate(tokens, add)`` hands all vectors of the keys of ``tokens`` to ``add``. As many tokens
+    are taken at a time as accumulators fit the registers; a query vector is loaded once for them.
+    """
     heads = range(spec.group_size)
-    sums: dict[tuple[int, int], ir.Value] = {}
-    for token in range(num_tokens):
-        for d, vector in key(token):
-            for g in heads:
-                q = e.load(query, g * spec.head_dim + d, vector.type.count)
-                sums[g, token] = e.fma(vector, q, sums.get((g, token)))
-    lanes = next(iter(sums.values())).type.count
-    step = min(num_tokens, lanes)
-    for g in heads:
-        for token in range(0, num_tokens, step):
-            parts = [sums[g, token + i] for i in range(step)]
-            e.store(e.sums(parts), logits, g * BLOCK * spec.window + token)
+    tile = _floor_power_of_two(max(e.lanes // spec.group_size, 1))
+    step = min(num_tokens, lanes)  # sums that fit one vector
+    tile = min(tile, step)
+    for start in range(0, num_tokens, step):
+        rows: list[list[ir.Value]] = []
+        for first in range(start, start + step, tile):
+            tokens = range(first, first + tile)
+            sums = {(t, g): e.variable(e.splat(0.0, lanes)) for t in tokens for g in heads}
+
+            def add(
+                offset: ir.Value, vectors: list[ir.Value], tokens: range = tokens, sums: Any = sums
+            ) -> None:
+                for g in heads:
+                    q = e.load(query, e.plus(offset, g * spec.head_dim), lanes)
+                    for t, vector in zip(tokens, vectors, strict=True):
+                        e.set(sums[t, g], e.fma(vector, q, e.get(sums[t, g])))
+
+            accumulate(tokens, add)
+            parts = [[e.get(sums[t, g]) for g in heads] for t in tokens]
+            rows.append(_pair_up(e, parts, 1))
+        for g, row in enumerate(_pair_up(e, rows, tile)):
+            e.store(e.sum_rest(row, step), logits, g * BLOCK * spec.window + start)
+
+
+def _pair_up(e: Emitter, rows: list[list[ir.Value]], period: int) -> list[ir.Value]:
+    """Per head, the rows of ``period`` unfinished sums in one (see ``Emitter.sums``)."""
+    while len(rows) > 1:
+        rows = [
+            [e.sum_pair(a, b, period) for a, b in zip(left, right, strict=True)]
+            for left, right in zip(rows[::2], rows[1::2], strict=True)
+        ]
+        period *= 2
+    return rows[0]
+
+
+def _floor_power_of_two(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
 
 
 @vector_function
@@ -252,12 +321,17 @@ def _full_values(
 
 @vector_function
 def _coded_values(
-    e: Emitter, spec: Spec, addresses: ir.Value, probs: ir.Value, partial: ir.Value, num_windows: ir.Value
+    e: Emitter,
+    spec: Spec,
+    addresses: ir.Value,
+    probs: ir.Value,
+    partial: ir.Value,
+    num_windows: ir.Value,
 ) -> None:
     heads, stride = range(spec.group_size), partial_floats(spec.head_dim)
     bits, group = spec.geometry.value_bits, spec.geometry.code_group
-    levels = float(1 << bits)
-    biases = _scale_probs(e, spec, addresses, probs, num_windows, levels)
+    biases = _scale_probs(e, spec, addresses, probs, num_windows)
+    add_tokens = _add_by_table if e.lanes == 16 else _add_by_product
     for chunk in _channel_chunks(e, spec):
         sums = {(g, d): e.variable(e.splat(0.0)) for g in heads for d in chunk}
         with e.loop(num_windows) as w:
@@ -266,22 +340,54 @@ def _coded_values(
                 codes = e.offset(record, spec.record.value_codes)
                 codes = e.offset(codes, e.b.mul(index, I64(spec.head_dim * group * bits // 8)))
                 words = {d: e.load_words(codes, d, group * bits) for d in chunk}
-                token = e.b.add(e.b.mul(w, I64(spec.window)), e.b.mul(index, I64(group)))
-                for i in range(group):
-                    numbers = {d: e.code_as_float(words[d], i, bits) for d in chunk}
-                    for g in heads:
-                        at = e.b.add(token, I64(g * BLOCK * spec.window + i))
-                        p = e.broadcast(probs, at)
-                        for d in chunk:
-                            e.set(sums[g, d], e.fma(numbers[d], p, e.get(sums[g, d])))
+                token = e.plus(e.b.mul(w, I64(spec.window)), e.b.mul(index, I64(group)))
+                add_tokens(e, spec, words, e.offset(probs, e.b.mul(token, I64(4))), sums)
         for g in heads:
             for d in chunk:
                 total = e.fadd(e.get(sums[g, d]), e.splat(biases[g]))
                 e.store(total, partial, g * stride + d)
 
 
+def _add_by_table(
+    e: Emitter, spec: Spec, words: Parts, probs: ir.Value, sums: dict[tuple[int, int], ir.Value]
+) -> None:
+    """Add a group of tokens: four bits of a code word select one of 16 sums of scaled codes.
+
+    Two tokens of 2 bits take one lookup and one addition for each head and vector, on units
+    that products leave idle.
+    """
+    bits = spec.geometry.value_bits
+    at_once = 4 // bits
+    for first in range(0, spec.geometry.code_group, at_once):
+        index = {d: e.lshr(word, first * bits) for d, word in words.items()}
+        for g in range(spec.group_size):
+            table: ir.Value | None = None
+            for i in range(at_once):
+                codes = e.constant([float(n >> (i * bits) & ((1 << bits) - 1)) for n in range(16)])
+                p = e.broadcast(probs, g * BLOCK * spec.window + first + i)
+                table = e.fma(codes, p, table)
+            for d in words:
+                e.set(sums[g, d], e.fadd(e.get(sums[g, d]), e.lookup16(table, index[d])))
+
+
+def _add_by_product(
+    e: Emitter, spec: Spec, words: Parts, probs: ir.Value, sums: dict[tuple[int, int], ir.Value]
+) -> None:
+    """Add a group of tokens, one product a token, for vectors without a 16-entry lookup."""
+    bits = spec.geometry.value_bits
+    for i in range(spec.geometry.code_group):
+        codes = {
+            d: e.b.sitofp(e.code_as_int(word, i, bits), e.splat(0.0).type)
+            for d, word in words.items()
+        }
+        for g in range(spec.group_size):
+            p = e.broadcast(probs, g * BLOCK * spec.window + i)
+            for d in words:
+                e.set(sums[g, d], e.fma(codes[d], p, e.get(sums[g, d])))
+
+
 def _scale_probs(
-    e: Emitter, spec: Spec, addresses: ir.Value, probs: ir.Value, num_windows: ir.Value, levels: float
+    e: Emitter, spec: Spec, addresses: ir.Value, probs: ir.Value, num_windows: ir.Value
 ) -> list[ir.Value]:
     """Fold the values' scales into the probabilities; returns what the zeros add, per head."""
     width = min(spec.window, e.lanes)
@@ -289,15 +395,14 @@ def _scale_probs(
     biases = [e.variable(e.splat(0.0, width)) for _ in heads]
     with e.loop(num_windows) as w:
         record = e.pointer(e.load(addresses, w, 1, I64))
-        scale, zero = load_params(e, spec, record, "values")
+        load_scale, load_zero = load_params(e, spec, record, "values")
         for i in range(0, spec.window, width):
-            times = e.fmul(scale(i, width), e.splat(levels, width))
-            plus = e.fsub(zero(i, width), times)
+            scale, zero = load_scale(i, width), load_zero(i, width)
             for g in heads:
-                at = e.b.add(e.b.mul(w, I64(spec.window)), I64(g * BLOCK * spec.window + i))
+                at = e.plus(e.b.mul(w, I64(spec.window)), g * BLOCK * spec.window + i)
                 p = e.load(probs, at, width)
-                e.set(biases[g], e.fma(p, plus, e.get(biases[g])))
-                e.store(e.fmul(p, times), probs, at)
+                e.set(biases[g], e.fma(p, zero, e.get(biases[g])))
+                e.store(e.fmul(p, scale), probs, at)
     return [e.fold(e.get(bias), e.fadd) for bias in biases]
 
 
@@ -362,17 +467,20 @@ def load_query(ctx: Any, spec: Any, query: Any, factor: Any, plain: Any, split: 
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def full_logits(ctx: Any, spec: Any, keys: Any, query: Any, logits: Any, ahead: Any) -> Any:
-    """Logits of a FULL window ``[W, D]``; prefetches the keys at ``ahead``."""
-    return _full_logits(spec, keys, query, logits, ahead)
+def full_logits(
+    ctx: Any, spec: Any, keys: Any, query: Any, logits: Any, keys_ahead: Any, values_ahead: Any
+) -> Any:
+    """Logits of a FULL window ``[W, D]``; prefetches the two windows ahead."""
+    return _full_logits(spec, keys, query, logits, keys_ahead, values_ahead)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def coded_logits(
-    ctx: Any, spec: Any, record: Any, query: Any, base: Any, table: Any, logits: Any, ahead: Any
+    ctx: Any, spec: Any, record: Any, query: Any, base: Any, offsets: Any, logits: Any, ahead: Any, base_ahead: Any
 ) -> Any:
-    """Logits of a coded window; ``base``: its row of the rotary table; ``table``: offsets."""
-    return _coded_logits(spec, record, query, base, table, logits, ahead)
+    """Logits of a coded window; ``base`` is its row of the rotary table, ``offsets`` holds cos,
+    cos + sin and sin - cos ``[W, 3, rotary_dim / 2]`` of the positions within a window."""
+    return _coded_logits(spec, record, query, base, offsets, logits, ahead, base_ahead)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

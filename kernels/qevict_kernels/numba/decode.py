@@ -34,6 +34,9 @@ from qevict_kernels.numba.parallel import atomic_add, barrier, parallel
 __all__ = ["DECODE_ARGUMENTS", "decode_kernel"]
 
 LOG2_E = np.float32(1.4426950408889634)
+# Windows to prefetch ahead of their use.
+CODED_AHEAD = 2
+FULL_AHEAD = 2
 NOTHING = np.float32(-np.inf)
 
 DECODE_ARGUMENTS = np.dtype(
@@ -41,7 +44,7 @@ DECODE_ARGUMENTS = np.dtype(
         (name, np.int64)
         for name in (
             # addresses of tensors
-            "query", "full_keys", "full_values", "coded", "rotary", "offsets", "out", "scores",
+            "query", "full_keys", "full_values", "coded", "bases", "offsets", "out", "scores",
             "page_table", "full_slot", "coded_slot", "windows", "num_full", "num_coded",
             "rows", "seq_lens",
             # shapes and strides (query, out, slots in elements)
@@ -125,18 +128,18 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
     plain = logits + 4 * group * BLOCK * window
     split = plain + 4 * group * dim
     keys = split + 4 * group * dim  # int64 addresses, as `values` and `bases`
-    values = keys + 8 * (BLOCK + 1)
-    bases = values + 8 * (BLOCK + 1)
-    factor = bases + 8 * (BLOCK + 1)
+    values = keys + 8 * (BLOCK)
+    bases = values + 8 * (BLOCK)
+    factor = bases + 8 * (BLOCK)
     tail = factor + 64
     view(factor, 1, np.float32)[0] = np.float32(a.scale) * LOG2_E
     query = a.query + 2 * (b * a.query_stride + head * group * dim)
     load_query(spec, query, factor, plain, split)
     partial = a.partials + 4 * partial_floats(dim) * (block * spec.num_q_heads + head * group)
     seq_len = _seq_len(a, b)
-    key_at = view(keys, BLOCK + 1, np.int64)
-    value_at = view(values, BLOCK + 1, np.int64)
-    base_at = view(bases, BLOCK + 1, np.int64)
+    key_at = view(keys, BLOCK, np.int64)
+    value_at = view(values, BLOCK, np.int64)
+    base_at = view(bases, BLOCK, np.int64)
     listed = view(a.windows + 4 * row * a.columns, a.columns, np.int32)
     pages = view(a.page_table + 4 * row * a.columns, a.columns, np.int32)
     masked = False
@@ -156,21 +159,23 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
                 key_at[i] = tail
                 value_at[i] = tail + 2 * dim * window
                 tail += 4 * dim * window
-        key_at[count] = value_at[0]
         for i in range(count):
-            full_logits(spec, key_at[i], plain, logits + 4 * i * window, key_at[i + 1])
+            ahead = min(i + FULL_AHEAD, count - 1)
+            full_logits(
+                spec, key_at[i], plain, logits + 4 * i * window, key_at[ahead], value_at[i]
+            )
     else:
         slots = view(a.coded_slot, 1 << 40, np.int32)
         for i in range(count):
             w = listed[a.columns - 1 - first - i]
             key_at[i] = a.coded + (slots[pages[w]] * spec.num_kv_heads + head) * spec.record_bytes
-            base_at[i] = a.rotary + 4 * w * window * spec.rotary_dim
+            base_at[i] = a.bases + 4 * w * spec.rotary_dim
             masked |= seq_len < (w + 1) * window
-        key_at[count] = key_at[0]
         for i in range(count):
+            ahead = min(i + CODED_AHEAD, count - 1)
             coded_logits(
                 spec, key_at[i], split, base_at[i], a.offsets, logits + 4 * i * window,
-                key_at[i + 1],
+                key_at[ahead], base_at[ahead],
             )  # fmt: skip
     if masked:
         for i in range(count):
@@ -189,7 +194,7 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
 def _scratch_bytes(spec: Any) -> int:
     group, dim, window = spec.group_size, spec.head_dim, spec.window
     logits = group * BLOCK * window
-    return 4 * (logits + 2 * group * dim) + 24 * (BLOCK + 1) + 128 + 4 * dim * window * BLOCK
+    return 4 * (logits + 2 * group * dim) + 24 * (BLOCK) + 128 + 4 * dim * window * BLOCK
 
 
 @njit  # type: ignore[untyped-decorator]

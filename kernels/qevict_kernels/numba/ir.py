@@ -71,6 +71,10 @@ class Emitter:
         base = self.b.bitcast(pointer, I8.as_pointer())
         return self.b.gep(base, [_i64(num_bytes)])
 
+    def plus(self, a: ir.Value, b: int | ir.Value) -> ir.Value:
+        """Sum of two i64 offsets."""
+        return self.b.add(a, _i64(b))
+
     def pointer(self, address: ir.Value) -> ir.Value:
         """An i64 address as a pointer."""
         return self.b.inttoptr(address, I8.as_pointer())
@@ -139,13 +143,16 @@ class Emitter:
         values = self.zext(self.load(pointer, offset, lanes or self.lanes, I8))
         return self.b.sitofp(values, _vector(F32, _lanes(values)))
 
-    def prefetch(self, pointer: ir.Value, num_bytes: int) -> None:
-        """Ask for the cache lines of ``num_bytes`` bytes (64-byte lines)."""
+    def prefetch(self, pointer: ir.Value, num_bytes: int, locality: int = 3) -> None:
+        """Ask for the cache lines of ``num_bytes`` bytes (64-byte lines).
+
+        ``locality`` 3 brings them into the first cache level, 2 into the second.
+        """
         name = "llvm.prefetch.p0"
         typ = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = cgutils.get_or_insert_function(self.b.module, typ, name)
         for start in range(0, num_bytes, 64):
-            self.b.call(function, [self.offset(pointer, start), I32(0), I32(3), I32(1)])
+            self.b.call(function, [self.offset(pointer, start), I32(0), I32(locality), I32(1)])
 
     def scratch(self, num_floats: int) -> ir.Value:
         """An aligned float32 array on the stack of this function."""
@@ -362,35 +369,25 @@ class Emitter:
 
         A transposition and the additions in one tree: about three operations a vector.
         """
-        lanes = _lanes(vectors[0])
-        rows = list(vectors)
-        period = 1  # results that take turns in the lanes of one row
-        while period < lanes:
-            step = min(len(rows), 2)
+        rows, period = list(vectors), 1
+        while len(rows) > 1:
             rows = [
-                self._sum_pair(rows[i], rows[i + step - 1], lanes, period, step)
-                for i in range(0, len(rows), step)
+                self.sum_pair(a, b, period) for a, b in zip(rows[::2], rows[1::2], strict=True)
             ]
-            if step == 1:
-                lanes //= 2
-            else:
-                period *= 2
-        return rows[0]
+            period *= 2
+        return self.sum_rest(rows[0], period)
 
-    def _sum_pair(
-        self, a: ir.Value, b: ir.Value, lanes: int, period: int, step: int
-    ) -> ir.Value:
-        if step == 1:  # nothing left to combine with: fold onto itself
-            low = self.shuffle(a, None, range(lanes // 2))
-            return self.fadd(low, self.shuffle(a, None, range(lanes // 2, lanes)))
-        # Blocks of `period` lanes hold one partial sum of each result; block 2k of a and of b
-        # makes block pair k of the new row, added to block 2k + 1 of each.
-        if period < 4 and lanes >= 4:  # stay inside 128-bit lanes, where a shuffle is cheapest
-            half = 2 // period
-            starts = [
-                base + i * period for base in range(0, lanes, 4) for i in range(half)
-            ]
-            far = half * period
+    def sum_pair(self, a: ir.Value, b: ir.Value, period: int) -> ir.Value:
+        """One step of ``sums``: two rows of ``period`` unfinished sums to one of twice as many.
+
+        In a row, block ``k`` of ``period`` lanes is the ``k``-th part of each sum. A step keeps
+        the sums of ``a`` before those of ``b`` and halves the number of parts.
+        """
+        lanes = _lanes(a)
+        if period < 4 <= lanes:  # stay inside 128-bit lanes, where a shuffle is cheapest
+            steps = range(0, 2, period)
+            starts = [base + i for base in range(0, lanes, 4) for i in steps]
+            far = 2
         else:
             starts = list(range(0, lanes, 2 * period))
             far = period
@@ -401,13 +398,29 @@ class Emitter:
         high = [lane + far for lane in low]
         return self.fadd(self.shuffle(a, b, low), self.shuffle(a, b, high))
 
+    def sum_rest(self, a: ir.Value, period: int) -> ir.Value:
+        """Finish the ``period`` sums of a row: the first ``period`` lanes of the result."""
+        lanes = _lanes(a)
+        while lanes > period:
+            lanes //= 2
+            low = self.shuffle(a, None, range(lanes))
+            a = self.fadd(low, self.shuffle(a, None, range(lanes, 2 * lanes)))
+        return a
+
     # -- control flow ---------------------------------------------------------------------
 
     @contextmanager
-    def loop(self, count: int | ir.Value) -> Iterator[ir.Value]:
-        """Run the body with an i64 index from 0 to ``count`` (exclusive)."""
+    def loop(self, count: int | ir.Value, unroll: bool = True) -> Iterator[ir.Value]:
+        """Run the body with an i64 index from 0 to ``count`` (exclusive).
+
+        Without ``unroll`` the body stays one small block: LLVM orders a long run of vector code
+        in ways that spill.
+        """
         with cgutils.for_range(self.b, _i64(count)) as state:
             yield state.index
+        if not unroll:
+            body = state.index.incomings[1][1]
+            body.terminator.set_metadata("llvm.loop", _keep_rolled(self.b.module))
 
     def variable(self, initial: ir.Value, at_entry: bool = False) -> ir.Value:
         """A mutable value (kept in a register by the optimiser): read with ``get``.
@@ -476,6 +489,7 @@ def _define(
     function.linkage = "internal"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
+    function.attributes.alignstack = 64  # a spilled vector must not cross a cache line
     for argument, label, count in zip(function.args, names, is_count, strict=True):
         argument.name = label
         if not count:
@@ -484,6 +498,14 @@ def _define(
     build(Emitter(builder, spec.lanes), spec, *function.args)
     builder.ret_void()
     return function
+
+
+def _keep_rolled(module: ir.Module) -> Any:
+    """A fresh loop id: a node that names itself, then its options."""
+    option = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop_id = ir.MDValue(module, [option], name=str(len(module.metadata)))
+    loop_id.operands = (loop_id, option)
+    return loop_id
 
 
 def _vector(dtype: Any, lanes: int) -> Any:

@@ -42,7 +42,9 @@ class NumbaKernels:
         self.geometry = geometry
         self.rotary = rotary
         self._cos_sin = rotary.cos_sin.contiguous()
-        self._offsets = rotary.in_window(geometry.window)
+        self._bases = self._cos_sin[:: geometry.window].contiguous()
+        cos, sin = rotary.in_window(geometry.window).chunk(2, dim=1)
+        self._offsets = torch.stack([cos, cos + sin, sin - cos], dim=1)
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def quantize(
@@ -84,7 +86,7 @@ class NumbaKernels:
         arguments = np.empty(1, DECODE_ARGUMENTS)
         arguments[0] = (
             query.data_ptr(), full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
-            self._cos_sin.data_ptr(), self._offsets.data_ptr(), out.data_ptr(),
+            self._bases.data_ptr(), self._offsets.data_ptr(), out.data_ptr(),
             0 if scores is None else scores.data_ptr(),
             view.page_table.data_ptr(), view.full_slot.data_ptr(), view.coded_slot.data_ptr(),
             view.windows.data_ptr(), view.num_full.data_ptr(), view.num_coded.data_ptr(),
