@@ -122,7 +122,8 @@ class RowClaims:
         next_event = prompt_tokens + events * omega
         last_event = next_event - omega
         if not budget.is_tiered(next_event):
-            return self.full_bytes(next_event)
+            # Nothing is routed then, and the token after it may open a window.
+            return self.full_bytes(next_event + 1)
         windows = budget.num_windows
         growth = windows(next_event) - windows(last_event)
         if budget.is_tiered(last_event):
