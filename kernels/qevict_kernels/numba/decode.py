@@ -47,8 +47,9 @@ DECODE_ARGUMENTS = np.dtype(
             "query", "full_keys", "full_values", "coded", "bases", "offsets", "out", "scores",
             "page_table", "full_slot", "coded_slot", "windows", "num_full", "num_coded",
             "rows", "seq_lens",
-            # shapes and strides (query, out, slots in elements)
-            "batch", "columns", "query_stride", "out_stride", "slot_stride", "wide_lens",
+            # shapes, and strides in elements
+            "batch", "columns", "query_stride", "out_stride", "slot_stride",
+            "page_stride", "window_stride", "score_stride", "wide_lens",
             # filled in by the kernel: addresses of its scratch
             "block_start", "block_request", "partials", "totals", "counters",
         )
@@ -140,8 +141,8 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
     key_at = view(keys, BLOCK, np.int64)
     value_at = view(values, BLOCK, np.int64)
     base_at = view(bases, BLOCK, np.int64)
-    listed = view(a.windows + 4 * row * a.columns, a.columns, np.int32)
-    pages = view(a.page_table + 4 * row * a.columns, a.columns, np.int32)
+    listed = view(a.windows + 4 * row * a.window_stride, a.columns, np.int32)
+    pages = view(a.page_table + 4 * row * a.page_stride, a.columns, np.int32)
     masked = False
     if is_full:
         slots = view(a.full_slot, 1 << 40, np.int32)
@@ -234,8 +235,8 @@ def _add_scores(spec: Any, a: Any, scratch: int, block: int) -> None:
     partial = a.partials + 4 * partial_floats(spec.head_dim) * block * spec.num_q_heads
     block_scores(spec, partial, a.totals + 8 * b * spec.num_q_heads, scratch)
     masses = view(scratch, BLOCK, np.float32)
-    listed = view(a.windows + 4 * row * a.columns, a.columns, np.int32)
-    scores = view(a.scores + 4 * row * a.columns, a.columns, np.float32)
+    listed = view(a.windows + 4 * row * a.window_stride, a.columns, np.int32)
+    scores = view(a.scores + 4 * row * a.score_stride, a.columns, np.float32)
     for i in range(count):
         w = listed[first + i] if is_full else listed[a.columns - 1 - first - i]
         scores[w] += masses[i]

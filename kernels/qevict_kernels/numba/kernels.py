@@ -12,6 +12,7 @@ from numba.core import types
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.numba.decode import DECODE_ARGUMENTS, decode_kernel
+from qevict_kernels.numba.extend import extend_kernel, launch_extend
 from qevict_kernels.numba.parallel import require_openmp
 from qevict_kernels.numba.quantize import (
     QUANTIZE_ARGUMENTS,
@@ -24,6 +25,7 @@ from qevict_kernels.rope import RotaryTable
 __all__ = ["NumbaKernels"]
 
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_LENGTHS = (torch.int64, torch.int32)
 
 
 class NumbaKernels:
@@ -33,11 +35,17 @@ class NumbaKernels:
     on torch's OpenMP threads (``torch.set_num_threads``) and release the GIL.
 
     Raises ``ValueError`` for a rotary table that is not linear in the position, and from each
-    method for tensors of a wrong dtype, shape or stride.
+    method for tensors of a wrong dtype, shape or stride. Slots, pages, rows and windows are not
+    checked.
     """
 
     def __init__(self, geometry: WindowGeometry, rotary: RotaryTable) -> None:
         rotary.require_linear()
+        if rotary.rotary_dim > geometry.head_dim:
+            raise ValueError(
+                f"the rotary table turns {rotary.rotary_dim} channels, "
+                f"a head has {geometry.head_dim}"
+            )
         require_openmp()
         self.geometry = geometry
         self.rotary = rotary
@@ -45,7 +53,7 @@ class NumbaKernels:
         self._bases = self._cos_sin[:: geometry.window].contiguous()
         cos, sin = rotary.in_window(geometry.window).chunk(2, dim=1)
         self._offsets = torch.stack([cos, cos + sin, sin - cos], dim=1)
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Any, torch.dtype], Callable[..., Any]] = {}
 
     def quantize(
         self,
@@ -82,7 +90,13 @@ class NumbaKernels:
         scores: torch.Tensor | None,
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
-        batch, columns = query.shape[0], view.windows.shape[1]
+        batch = query.shape[0]
+        self._check_stores(full, coded)
+        self._check_heads("query", query, batch, full.keys.dtype)
+        self._check_heads("out", out, batch, full.keys.dtype)
+        _check_view(view, scores)
+        _check("rows", rows, (torch.int64,), (batch,))
+        _check("seq_lens", seq_lens, _LENGTHS, (batch,))
         arguments = np.empty(1, DECODE_ARGUMENTS)
         arguments[0] = (
             query.data_ptr(), full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
@@ -91,11 +105,47 @@ class NumbaKernels:
             view.page_table.data_ptr(), view.full_slot.data_ptr(), view.coded_slot.data_ptr(),
             view.windows.data_ptr(), view.num_full.data_ptr(), view.num_coded.data_ptr(),
             rows.data_ptr(), seq_lens.data_ptr(),
-            batch, columns, query.stride(0), out.stride(0), full.keys.stride(0),
-            seq_lens.dtype is torch.int64, 0, 0, 0, 0, 0, scale,
+            batch, view.windows.shape[1],
+            query.stride(0), out.stride(0), full.keys.stride(0),
+            view.page_table.stride(0), view.windows.stride(0),
+            0 if scores is None else scores.stride(0),
+            seq_lens.dtype is torch.int64,
+            0, 0, 0, 0, 0,
+            scale,
         )  # fmt: skip
         run = self._kernel(decode_kernel, query.dtype)
         run(None, arguments.ctypes.data, torch.get_num_threads())
+
+    def extend(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+        score_starts: torch.Tensor | None,
+    ) -> None:
+        """Causal attention of a chunk of new tokens per request."""
+        batch = rows.shape[0]
+        self._check_stores(full, coded)
+        self._check_heads("query", query, query.shape[0], full.keys.dtype)
+        self._check_heads("out", out, query.shape[0], full.keys.dtype)
+        _check_view(view, scores)
+        _check("rows", rows, (torch.int64,), (batch,))
+        _check("prefix_lens", prefix_lens, _LENGTHS, (batch,))
+        _check("extend_lens", extend_lens, _LENGTHS, (batch,))
+        if score_starts is not None:
+            _check("score_starts", score_starts, _LENGTHS, (batch,))
+        launch_extend(
+            self._kernel(extend_kernel, query.dtype), self._spec(query.dtype), self._cos_sin,
+            query, full, coded, view, rows, prefix_lens, extend_lens, scale, out, scores,
+            score_starts,
+        )  # fmt: skip
 
     def _code(
         self,
@@ -106,27 +156,102 @@ class NumbaKernels:
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
     ) -> int:
+        count = full_slots.shape[0]
+        self._check_stores(full, coded)
+        _check("full_slots", full_slots, (torch.int32,), (count,))
+        _check("coded_slots", coded_slots, (torch.int32,), (count,))
+        _check("windows", windows, (torch.int32,), (count,))
         arguments = np.empty(1, QUANTIZE_ARGUMENTS)
         arguments[0] = (
             full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
             self._cos_sin.data_ptr(),
             full_slots.data_ptr(), coded_slots.data_ptr(), windows.data_ptr(),
-            full_slots.shape[0], full.keys.stride(0), 0, 0,
+            count, full.keys.stride(0), 0, 0,
         )  # fmt: skip
         run = self._kernel(kernel, full.keys.dtype)
         return int(run(None, arguments.ctypes.data, torch.get_num_threads()))
 
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        return Spec(
+            self.geometry, self.rotary.rotary_dim, self.rotary.is_neox, _HALVES[dtype], host_lanes()
+        )
+
     def _kernel(self, function: Any, dtype: torch.dtype) -> Callable[..., Any]:
-        """The entry point of ``function(spec, int64, int64)`` for a storage dtype."""
-        try:
-            return self._compiled[function, dtype]
-        except KeyError:
-            spec = Spec(
-                self.geometry, self.rotary.rotary_dim, self.rotary.is_neox, _HALVES[dtype],
-                host_lanes(),
-            )  # fmt: skip
-            signature = (spec._numba_type_, types.int64, types.int64)
+        """The entry point of ``function(spec, int64, int64)`` for a storage dtype.
+
+        It is called directly: numba's dispatcher would look at the types of the arguments.
+        """
+        entry = self._compiled.get((function, dtype))
+        if entry is None:
+            signature = (self._spec(dtype)._numba_type_, types.int64, types.int64)
             function.compile(signature)
-            entry = function.overloads[signature].entry_point
-            self._compiled[function, dtype] = entry
-            return entry  # type: ignore[no-any-return]
+            entry = self._compiled[function, dtype] = function.overloads[signature].entry_point
+        return entry
+
+    def _check_stores(self, full: FullArena, coded: torch.Tensor) -> None:
+        g = self.geometry
+        keys, values = full.keys, full.values
+        inner = (g.num_kv_heads, g.window, g.head_dim)
+        strides = (g.window * g.head_dim, g.head_dim, 1)
+        for name, tensor in (("full.keys", keys), ("full.values", values)):
+            if tensor.dtype not in _HALVES or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{name} must be bfloat16 or float16 on the CPU, "
+                    f"got {tensor.dtype} on {tensor.device}"
+                )
+            if tensor.shape[1:] != inner or tensor.stride()[1:] != strides:
+                raise ValueError(
+                    f"{name} must be [slots, {', '.join(map(str, inner))}], contiguous within a "
+                    f"slot, got {list(tensor.shape)} with strides {list(tensor.stride())}"
+                )
+        if keys.dtype is not values.dtype or keys.stride(0) != values.stride(0):
+            raise ValueError("full.keys and full.values must have one dtype and one stride")
+        _check("coded", coded, (torch.uint8,), (*coded.shape[:1], *self._record_shape))
+
+    @property
+    def _record_shape(self) -> tuple[int, int]:
+        return self.geometry.num_kv_heads, self.geometry.record.record_bytes
+
+    def _check_heads(self, name: str, tensor: torch.Tensor, rows: int, dtype: torch.dtype) -> None:
+        """``tensor`` is ``[rows, Hq, D]`` of the arena's dtype, strided at most in the rows."""
+        heads, dim = self.geometry.num_q_heads, self.geometry.head_dim
+        if tensor.dtype is not dtype:
+            raise ValueError(f"{name} must have the arena's dtype {dtype}, got {tensor.dtype}")
+        if tensor.shape != (rows, heads, dim) or tensor.stride()[1:] != (dim, 1):
+            raise ValueError(
+                f"{name} must be [{rows}, {heads}, {dim}], contiguous within a row, "
+                f"got {list(tensor.shape)} with strides {list(tensor.stride())}"
+            )
+
+
+def _check_view(view: LayerView, scores: torch.Tensor | None) -> None:
+    num_rows, columns = view.windows.shape
+    int32 = (torch.int32,)
+    _check_rows("view.windows", view.windows, torch.int32, (num_rows, columns))
+    _check_rows("view.page_table", view.page_table, torch.int32, (num_rows, columns))
+    _check("view.full_slot", view.full_slot, int32, view.full_slot.shape)
+    _check("view.coded_slot", view.coded_slot, int32, view.full_slot.shape)
+    _check("view.num_full", view.num_full, int32, (num_rows,))
+    _check("view.num_coded", view.num_coded, int32, (num_rows,))
+    if scores is not None:
+        _check_rows("scores", scores, torch.float32, (num_rows, columns))
+
+
+def _check(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> None:
+    if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {' or '.join(map(str, dtypes))} {list(shape)}, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+
+
+def _check_rows(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    if tensor.dtype is not dtype or tensor.shape != shape or tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)} with contiguous rows, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
