@@ -1,4 +1,4 @@
-"""Tiering's part of SGLang's arguments: from flags or keywords to the record that all processes get."""
+"""Tiering in SGLang's arguments: from flags or keywords to the record that every process gets."""
 
 from __future__ import annotations
 

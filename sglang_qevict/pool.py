@@ -24,7 +24,8 @@ class TieredKVPool(MHATokenToKVPool):
     def _create_buffers(self) -> None:
         plan = runtime.require_plan()
         self.storage = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=self.device)
-        self.k_buffer, self.v_buffer = [], []
+        self.k_buffer: list[torch.Tensor] = []
+        self.v_buffer: list[torch.Tensor] = []
         self.k_scale_buffer = self.v_scale_buffer = None
 
     def get_kv_size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What tiering cannot serve: each case with the flag to drop or the model feature, in a sentence."""
+"""What tiering cannot serve: each case, with the flag to drop or the feature of the model."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         _OWN_TIERS,
     ),
     Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), _OWN_TIERS),
-    Refusal(
-        "--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), _ROW_SHAPE
-    ),
+    Refusal("--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), _ROW_SHAPE),
     Refusal("--enable-kv-cache-sharding", _is_set("enable_kv_cache_sharding"), _ROW_SHAPE),
     Refusal(
         "--enable-two-batch-overlap",
@@ -166,12 +164,16 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         lambda model: bool(model.model_is_mrope),
         "a window's rotation must follow from its place in the text",
     ),
-    Refusal("encoder-decoder attention", lambda model: bool(model.is_encoder_decoder), "it is not "
-            "causal self-attention"),
+    Refusal(
+        "encoder-decoder attention",
+        lambda model: bool(model.is_encoder_decoder),
+        "it is not causal self-attention",
+    ),
     Refusal(
         f"head_dim other than {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
-        lambda model: model.head_dim not in SUPPORTED_HEAD_DIMS
-        or model.v_head_dim != model.head_dim,
+        lambda model: (
+            model.head_dim not in SUPPORTED_HEAD_DIMS or model.v_head_dim != model.head_dim
+        ),
         "no kernel was built for it",
     ),
 )

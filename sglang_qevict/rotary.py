@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from qevict_kernels.rope import RotaryTable
@@ -14,22 +16,20 @@ def find_rotary(model: torch.nn.Module, device: str) -> RotaryTable:
 
     Raises ``ValueError``, in one sentence, if layers use none or different ones.
     """
-    tables = {
-        id(module.cos_sin_cache): module
+    modules: list[Any] = [
+        module
         for module in model.modules()
         if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
-    }
-    if not tables:
+    ]
+    if not modules:
         raise ValueError(
             "KV tiering codes keys before rotation, but this model has no rotary embedding with "
             "a table (cos_sin_cache): serve it with --kv-tiering none"
         )
-    modules = list(tables.values())
-    first = modules[0].cos_sin_cache
+    first: torch.Tensor = modules[0].cos_sin_cache
     for module in modules[1:]:
-        if module.cos_sin_cache.shape != first.shape or not torch.equal(
-            module.cos_sin_cache, first
-        ):
+        other: torch.Tensor = module.cos_sin_cache
+        if other is not first and not (other.shape == first.shape and torch.equal(other, first)):
             raise ValueError(
                 "KV tiering needs one rotary embedding for all layers, but this model's layers "
                 "use different ones: serve it with --kv-tiering none"

@@ -212,9 +212,7 @@ class MiniEngine:
         mass = (logits * self.geometry.head_dim**-0.5).softmax(-1)
         return torch.einsum("hn,nhd->hd", mass, values[:, group])
 
-    def _coded(
-        self, layer: int, request: Request, index: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _coded(self, layer: int, request: Request, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A window's keys and values as its codes give them, ``[W, Hkv, D]``."""
         window = self.geometry.window
         span = slice(index * window, (index + 1) * window)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mini_engine import MakeKernels
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mini_engine import MakeKernels
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
@@ -58,7 +58,7 @@ class TeacherForcing:
         config: TieringConfig,
         make: MakeKernels = production_kernels,
     ) -> torch.Tensor:
-        """Logits of the tiered model for the same tokens: the prompt prefilled, the rest decoded."""
+        """The same of the tiered model: the prompt prefilled, the other tokens decoded."""
         self.model.set_attn_implementation(_ATTENTION)
         self.state = self._make_state(config, len(tokens), make)
         self.state.rows_allocated([ROW])
@@ -66,9 +66,7 @@ class TeacherForcing:
         logits += [self._step([tokens[n]], n, prompt) for n in range(prompt, len(tokens) - 1)]
         return torch.cat(logits)
 
-    def _make_state(
-        self, config: TieringConfig, context: int, make: MakeKernels
-    ) -> TieringState:
+    def _make_state(self, config: TieringConfig, context: int, make: MakeKernels) -> TieringState:
         c = self.model.config
         head_dim = c.head_dim
         geometry = WindowGeometry(

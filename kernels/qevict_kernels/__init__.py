@@ -22,15 +22,11 @@ def make_kernels(
     Raises ``NotImplementedError`` for a device that has none.
     """
     if device.type == "cpu":
-        try:
-            from qevict_kernels.numba import NumbaKernels
-        except ImportError:  # TEMPORARY
-            from qevict_kernels.memory import TorchMemory
-            from qevict_kernels.reference import ReferenceKernels
+        from qevict_kernels.memory import TorchMemory
+        from qevict_kernels.numba import NumbaKernels
 
-            class R(TorchMemory, ReferenceKernels):
-                pass
+        class CpuKernels(TorchMemory, NumbaKernels):
+            """numba for attention and codes, torch for moves."""
 
-            return R(geometry, rotary)
-        return NumbaKernels(geometry, rotary)
+        return CpuKernels(geometry, rotary)
     raise NotImplementedError(f"there are no kernels for device {device.type!r} yet")

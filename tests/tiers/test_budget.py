@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -70,7 +71,7 @@ def test_history_is_what_sink_and_local_do_not_touch(tokens: int, sink: int, loc
 def test_history_grows_and_capacities_follow_the_context() -> None:
     rule = make()
     kept = [rule.capacities(n) for n in range(600, 8000, 8)]
-    assert all(b.full >= a.full and b.coded >= a.coded for a, b in zip(kept, kept[1:], strict=False))
+    assert all(b.full >= a.full and b.coded >= a.coded for a, b in pairwise(kept))
     assert kept[-1].coded > kept[0].coded
 
 

@@ -65,7 +65,9 @@ def test_route_equals_brute_force_for_rows_of_unequal_length(
         n = len(row["scores"])  # type: ignore[arg-type]
         scores[0, b, :n] = torch.tensor(row["scores"])
         tiers[0, b, :n] = torch.tensor(row["tiers"], dtype=torch.uint8)
-    columns = [torch.tensor([row[k] for row in rows]) for k in ("start", "end", "max_full", "max_coded")]
+    columns = [
+        torch.tensor([row[k] for row in rows]) for k in ("start", "end", "max_full", "max_coded")
+    ]
     after = route(scores, tiers, *columns, promote)
     for b, row in enumerate(rows):
         n = len(row["scores"])  # type: ignore[arg-type]

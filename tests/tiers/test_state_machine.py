@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mini_engine import MiniEngine
 
+from mini_engine import MiniEngine
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from mini_engine import MiniEngine
 
+from mini_engine import MiniEngine
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
@@ -103,9 +103,7 @@ def test_routing_and_outputs_are_the_same_alone_and_among_others() -> None:
             among.start(3, 90)
             among.extend({3: 90})
     assert torch.equal(alone.tiers(1), among.tiers(1))
-    assert torch.equal(
-        torch.stack(alone.outputs[1][-80:]), torch.stack(among.outputs[1][-80:])
-    )
+    assert torch.equal(torch.stack(alone.outputs[1][-80:]), torch.stack(among.outputs[1][-80:]))
 
 
 @pytest.mark.parametrize("bits", [(2, 4), (4, 2), (4, 4)])

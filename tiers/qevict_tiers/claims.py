@@ -102,9 +102,7 @@ class RowClaims:
             peak = unrouted + one_layer + others
         elif self.is_exact(n):
             peak = (
-                unrouted
-                + (budget.num_tiered_layers - 1) * staged * budget.full_bytes
-                + one_layer
+                unrouted + (budget.num_tiered_layers - 1) * staged * budget.full_bytes + one_layer
             )
         else:
             peak = unrouted + budget.num_tiered_layers * self._segment_layer_bytes(n)
@@ -135,9 +133,7 @@ class RowClaims:
         full = max(before, self._routed_full_windows(next_event) + 1)
         tiered_layer = full * budget.full_bytes + coded * budget.coded_bytes
         untiered_layer = (windows(next_event) + 1) * budget.full_bytes
-        return (
-            budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
-        )
+        return budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
 
     def peak_bytes(self, prompt_tokens: int, final_tokens: int) -> int:
         """The largest claim on the way from a prompt (in the leanest way) to a length."""

@@ -30,8 +30,8 @@ class TierManager:
     """State of all windows of one model rank; every change of tier goes through here.
 
     A page is SGLang's page id in ``[1, num_pages]`` (0 belongs to nobody), a row its
-    request slot. ``storage`` is the arena's buffer, uint8. The caller decides, from lengths alone, what fits; the manager trusts
-    that. Everything it keeps lies on the device of ``storage``.
+    request slot. ``storage`` is the arena's buffer, uint8; everything else lies on its
+    device. The caller decides, from lengths alone, what fits; the manager trusts that.
     """
 
     def __init__(

@@ -69,9 +69,7 @@ class Views:
         position = self.num_full[:, rows].to(torch.int64) + rank
         layers = torch.arange(self.tier.shape[0], device=rows.device)[:, None]
         self.windows[layers, rows, position] = windows.to(torch.int32)
-        self.num_full.index_add_(
-            1, rows, torch.ones_like(position, dtype=torch.int32)
-        )
+        self.num_full.index_add_(1, rows, torch.ones_like(position, dtype=torch.int32))
 
     def set_tiers(self, layers: slice, rows: torch.Tensor, tiers: torch.Tensor) -> None:
         """Set the tiers of the first ``n`` windows of rows, and rebuild their lists.
