@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from numba.core import types
 
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.numba import NumbaKernels
 from qevict_kernels.numba import extend as extend_module
-from qevict_kernels.numba.extend import extend_kernel, launch_extend
-from qevict_kernels.numba.parallel import require_openmp
-from qevict_kernels.numba.spec import Spec, host_lanes
+from qevict_kernels.numba.spec import Spec
 from qevict_kernels.reference import ReferenceKernels, decode_windows, unpack
 from qevict_kernels.rope import RotaryTable
 
 # Largest relative error of rounding to nearest.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 GQA = WindowGeometry(num_q_heads=8, num_kv_heads=2, head_dim=64)
+
+
+class NarrowKernels(NumbaKernels):
+    """As they are compiled for a CPU without AVX-512."""
+
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        return replace(super()._spec(dtype), lanes=8)
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,7 @@ class Request:
 class Case:
     """Arguments of ``extend``, with what the tests need to cut them into chunks."""
 
-    spec: Spec
-    rotary: RotaryTable
+    kernels: NumbaKernels
     requests: tuple[Request, ...]
     query: torch.Tensor
     full: FullArena
@@ -52,7 +55,11 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return 1.3 * self.spec.head_dim**-0.5
+        return 1.3 * self.geometry.head_dim**-0.5
+
+    @property
+    def geometry(self) -> WindowGeometry:
+        return self.kernels.geometry
 
     def queries(self) -> list[torch.Tensor]:
         return list(self.query.split([r.extend for r in self.requests]))
@@ -72,7 +79,7 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
     rotary_dim: int | None = None,
     is_neox: bool = True,
-    lanes: int | None = None,
+    kernels: type[NumbaKernels] = NumbaKernels,
     seed: int = 0,
 ) -> Case:
     """Random queries, arenas and views; whatever nobody may read is NaN."""
@@ -94,7 +101,7 @@ def make_case(
     windows = torch.full((num_rows, columns), -1, dtype=torch.int32)
     counts = torch.zeros(2, num_rows, dtype=torch.int32)
     rows = torch.randperm(num_rows, generator=g)[: len(requests)]
-    kernels = ReferenceKernels(geometry, rotary)
+    reference = ReferenceKernels(geometry, rotary)
     used = torch.zeros(num_pages + 1, dtype=torch.bool)
     for request, row in zip(requests, rows.tolist(), strict=True):
         length = request.prefix + request.extend
@@ -114,16 +121,14 @@ def make_case(
                 windows[row, columns - counts[1, row]] = w
                 tables[1, page] = slot
                 index = torch.tensor([w], dtype=torch.int32)
-                kernels.quantize(full, coded, slot, slot, index)
+                reference.quantize(full, coded, slot, slot, index)
     full.keys[~used] = torch.nan
     full.values[~used] = torch.nan
     num_tokens = sum(r.extend for r in requests)
     # A query is a slice of a wider projection: strided in the first dimension.
     projected = torch.randn(num_tokens, geometry.num_q_heads + 2, geometry.head_dim, generator=g)
-    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return Case(
-        Spec(geometry, rotary.rotary_dim, is_neox, half, lanes or host_lanes()),
-        rotary,
+        kernels(geometry, rotary),
         tuple(requests),
         projected.to(dtype)[:, : geometry.num_q_heads],
         full,
@@ -134,31 +139,23 @@ def make_case(
     )
 
 
-@cache
-def compiled(spec: Spec) -> Callable[..., Any]:
-    require_openmp()
-    signature = (spec._numba_type_, types.int64, types.int64)
-    extend_kernel.compile(signature)
-    return extend_kernel.overloads[signature].entry_point
-
-
 def run(case: Case, scores: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, scores) of the kernel; the case stays as it is."""
     out = torch.full(case.query.shape, torch.nan, dtype=case.query.dtype)
     after = case.scores.clone()
-    lens = torch.tensor([[r.prefix, r.extend, r.score_start] for r in case.requests])
-    prefix, length, start = lens.unbind(1)
-    launch_extend(
-        compiled(case.spec), case.spec, case.rotary.cos_sin, case.query, case.full, case.coded,
-        case.view, case.rows, prefix, length.int(), case.scale, out,
-        *((after, start) if scores else (None, None)),
+    prefix = torch.tensor([r.prefix for r in case.requests])
+    length = torch.tensor([r.extend for r in case.requests], dtype=torch.int32)
+    start = torch.tensor([r.score_start for r in case.requests])
+    case.kernels.extend(
+        case.query, case.full, case.coded, case.view, case.rows, prefix, length, case.scale,
+        out, *((after, start) if scores else (None, None)),
     )  # fmt: skip
     return out, after
 
 
 def chunk(case: Case, start: int, end: int) -> Case:
     """Tokens [start, end) of the only request's new tokens, before later ones are written."""
-    (request,), (row,), window = case.requests, case.rows.tolist(), case.spec.window
+    (request,), (row,), window = case.requests, case.rows.tolist(), case.geometry.window
     length = request.prefix + end
     full = FullArena(case.full.keys.clone(), case.full.values.clone())
     listed = case.view.windows[row, : case.view.num_full[row]]
@@ -199,22 +196,18 @@ class Expected:
 
 def dense(case: Case) -> Expected:
     """Attention by its definition, over keys put into one dense tensor per request."""
-    geometry, window = case.spec.geometry, case.spec.window
+    geometry, window = case.geometry, case.geometry.window
     outs, tolerances = [], []
     scores, scores_tolerance = case.scores.double(), torch.zeros_like(case.scores).double()
-    for request, row, query in zip(
-        case.requests, case.rows.tolist(), case.queries(), strict=True
-    ):
+    for request, row, query in zip(case.requests, case.rows.tolist(), case.queries(), strict=True):
         num_full, num_coded = int(case.view.num_full[row]), int(case.view.num_coded[row])
         listed = case.view.windows[row]
         indices = torch.cat([listed[:num_full], listed[len(listed) - num_coded :]]).long()
         pages = case.view.page_table[row, indices].long()
-        codes = unpack(
-            case.coded[case.view.coded_slot[pages[num_full:]].long()], geometry
-        )
+        codes = unpack(case.coded[case.view.coded_slot[pages[num_full:]].long()], geometry)
         coded_keys, coded_values = decode_windows(codes)
         positions = indices.view(-1, 1) * window + torch.arange(window)
-        coded_keys = case.rotary.rotate(coded_keys, positions[num_full:, None])
+        coded_keys = case.kernels.rotary.rotate(coded_keys, positions[num_full:, None])
         slots = case.view.full_slot[pages[:num_full]].long()
         keys = torch.cat([case.full.keys[slots].float(), coded_keys]).double()
         values = torch.cat([case.full.values[slots].float(), coded_values]).double()
@@ -307,13 +300,13 @@ SHAPES = [
     (WindowGeometry(8, 1, 128, key_bits=4, params=ParamFormat.FP16), "bf16", {}),
     (WindowGeometry(2, 1, 256, window=4, key_bits=4), "fp16", {"is_neox": False}),
     (WindowGeometry(9, 3, 64, params=ParamFormat.FP16), "bf16", {"is_neox": False}),
-    (WindowGeometry(100, 1, 64), "bf16", {"lanes": 8}),
+    (WindowGeometry(100, 1, 64), "bf16", {"kernels": NarrowKernels}),
 ]
 
 
 @pytest.mark.parametrize(("geometry", "half", "options"), SHAPES)
 def test_shapes_codes_and_rotary_styles_equal_dense(
-    geometry: WindowGeometry, half: str, options: dict[str, int]
+    geometry: WindowGeometry, half: str, options: dict[str, Any]
 ) -> None:
     dtype = torch.bfloat16 if half == "bf16" else torch.float16
     requests = [Request(259, 70, "FCC", 300), Request(0, 9)]
@@ -407,7 +400,7 @@ def test_nan_of_one_request_stays_in_it() -> None:
 def test_scale_must_be_positive() -> None:
     case = make_case(GQA, [Request(0, 4)])
     with pytest.raises(ValueError, match="scale must be positive, got 0"):
-        launch_extend(
-            compiled(case.spec), case.spec, case.rotary.cos_sin, case.query, case.full, case.coded,
-            case.view, case.rows, torch.zeros(1), torch.zeros(1), 0.0, case.query, None, None,
+        case.kernels.extend(
+            case.query, case.full, case.coded, case.view, case.rows, torch.tensor([0]),
+            torch.tensor([4]), 0.0, case.query.clone(), None, None,
         )  # fmt: skip

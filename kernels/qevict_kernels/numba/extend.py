@@ -1,8 +1,8 @@
 """Causal attention of chunks of new tokens over FULL and coded windows.
 
 A *task* is one (request, KV head, tile); a tile is the query rows (token, query head of the
-group) of as many whole tokens as fit ``TILE_PANELS`` panels. It visits its request's list in
-blocks of ``BLOCK`` keys: FULL windows in list order, then coded windows in theirs.
+group) of as many whole tokens as fit up to ``TILE_PANELS`` panels. It visits its request's
+list in blocks of ``BLOCK`` keys: FULL windows in list order, then coded windows in theirs.
 
 1. stage: the block's keys and values are copied, or decoded and rotated, into a contiguous
    tile of this thread, once for all rows of the task;
@@ -63,10 +63,13 @@ Array = npt.NDArray[Any]
 
 BLOCK = 64
 """Keys visited at a time; a multiple of every window size."""
-TILE_PANELS = 2
-"""Panels of a tile, more only where one token has more rows."""
-MASS_FLOATS = 1 << 20
-"""Attention mass held at a time, in float32 numbers, unless one tile needs more."""
+TILE_PANELS = 4
+"""Most panels of a tile (more only where one token has more rows): they share what is staged."""
+TASKS_PER_THREAD = 8
+"""Tiles get smaller before threads get fewer tasks than this."""
+MASS_FLOATS = 1 << 22
+"""Attention mass held at a time (16 MiB) unless one tile needs more: rounds end in a barrier, so
+they must not be short."""
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -134,12 +137,14 @@ class _Panel(NamedTuple):
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _long(address: int, index: int) -> int:
+def _long(address: int, index: int) -> Any:
+    """Number ``index`` of the int64 at an address."""
     return array(address, index + 1, np.int64)[index]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _int(address: int, index: int) -> int:
+def _int(address: int, index: int) -> Any:
+    """Number ``index`` of the int32 at an address."""
     return np.int64(array(address, index + 1, np.int32)[index])
 
 
@@ -295,7 +300,7 @@ def _stage_block(spec: Any, a: Any, tile: Any, windows: Any, block: int, scratch
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _entry(entries: int, step: int, index: int) -> int:
+def _entry(entries: int, step: int, index: int) -> Any:
     return _int(entries + 4 * step * index, 0)
 
 
@@ -357,9 +362,7 @@ def _visit_block(
             spec, scores, key_positions, panel.positions, panel.maximum, panel.total, panel.alpha,
             block_maximum, mass, a.scale, num_keys, stride, masked, panel.num_vectors,
         )  # fmt: skip
-        add_values_pairs(
-            spec, panel.sums, values, scores, panel.alpha, num_keys, panel.num_vectors
-        )
+        add_values_pairs(spec, panel.sums, values, scores, panel.alpha, num_keys, panel.num_vectors)
     else:
         key_scores(spec, scores, scratch, panel.query, num_keys, panel.num_vectors)
         softmax(
@@ -401,9 +404,7 @@ def _attend(spec: Any, a: Any, task: Any, scratch: int) -> None:
             mass = 0
             if task.mass >= 0:
                 mass = a.masses + 4 * (task.mass + panel.first_row) + block * block_stride
-            _visit_block(
-                spec, a, panel, block, pairs, num_staged, mass, 4 * task.stride, scratch
-            )
+            _visit_block(spec, a, panel, block, pairs, num_staged, mass, 4 * task.stride, scratch)
     for p in range(tile.num_panels):
         panel = _panel_of(spec, a, tile, num_blocks, scratch, p)
         _end_panel(spec, a, tile, panel)
@@ -512,18 +513,19 @@ def _plan(
     Tiles without a scored token all go to the first round. Heavy tiles come before light ones,
     so that threads finish a round together.
     """
-    batch = rows.size
-    num_tiles = _ceil_div(extend_lens, tile_tokens)
-    next_tile = num_tiles.copy()
-    num_blocks = np.zeros(batch, np.int64)
+    batch, total_tiles, num_scored, max_blocks = rows.size, 0, 0, 0
+    num_tiles, next_tile, num_blocks = np.empty((3, batch), np.int64)
     for b in range(batch):
-        scored = max(score_starts[b] - prefix_lens[b], 0)
-        if scored < extend_lens[b]:
-            next_tile[b] = scored // tile_tokens
+        num_tiles[b] = next_tile[b] = _ceil_div(extend_lens[b], tile_tokens)
+        first_scored = max(score_starts[b] - prefix_lens[b], 0)
+        if first_scored < extend_lens[b]:
+            next_tile[b] = first_scored // tile_tokens
         num_blocks[b] = _ceil_div(num_full[rows[b]], per_block)
         num_blocks[b] += _ceil_div(num_coded[rows[b]], per_block)
-    num_scored = (num_tiles - next_tile).sum()
-    tasks = np.empty(num_tiles.sum() * num_heads, _TASK)
+        total_tiles += num_tiles[b]
+        num_scored += num_tiles[b] - next_tile[b]
+        max_blocks = max(max_blocks, num_blocks[b])
+    tasks = np.empty(total_tiles * num_heads, _TASK)
     spans = np.empty(num_scored, _SPAN)
     rounds = np.zeros((num_scored + 2, 2), np.int64)
     num_tasks, num_spans, num_rounds, most = 0, 0, 0, 0
@@ -556,7 +558,7 @@ def _plan(
         num_rounds += 1
         rounds[num_rounds, 0], rounds[num_rounds, 1] = num_tasks, num_spans
         most = max(most, used)
-    return tasks, spans, rounds[: num_rounds + 1], most, num_blocks.max()
+    return tasks, spans, rounds[: num_rounds + 1], most, max_blocks
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -611,8 +613,10 @@ def launch_extend(
         raise ValueError(f"scale must be positive, got {scale}")
     if not len(rows):
         return
-    lanes, panel = spec.lanes, PANEL_VECTORS * spec.lanes
-    tile_tokens = max(TILE_PANELS * panel // spec.group_size, 1)
+    lanes, panel, num_threads = spec.lanes, PANEL_VECTORS * spec.lanes, torch.get_num_threads()
+    num_panels = query.shape[0] * spec.geometry.num_q_heads // panel
+    tile_panels = max(min(num_panels // (TASKS_PER_THREAD * num_threads), TILE_PANELS), 1)
+    tile_tokens = max(tile_panels * panel // spec.group_size, 1)
     tile_panels = -(-tile_tokens * spec.group_size // panel)
     prefix, length = (t.to(torch.int64).contiguous() for t in (prefix_lens, extend_lens))
     starts = prefix + length if scores is None or score_starts is None else score_starts
@@ -623,7 +627,6 @@ def launch_extend(
         view.num_coded.numpy(), spec.num_kv_heads, spec.group_size, BLOCK // spec.window, lanes,
         tile_tokens, MASS_FLOATS,
     )  # fmt: skip
-    num_threads = torch.get_num_threads()
     scratch_bytes = _block_bytes(spec.head_dim, lanes)[3]
     scratch_bytes += tile_panels * _panel_bytes(spec.head_dim, lanes, max_blocks)
     # torch aligns to a cache line, and all parts are multiples of it.

@@ -132,7 +132,7 @@ def _pack(e: Emitter, even: ir.Value, odd: ir.Value) -> ir.Value:
     return e.b.or_(low, high)
 
 
-class _BFloat(ir.HalfType):
+class _BFloat(ir.HalfType):  # type: ignore[misc]
     """LLVM's ``bfloat``, which llvmlite does not name."""
 
     def __str__(self) -> str:
@@ -257,7 +257,7 @@ def _multiply(
     pairs. Only the first ``num_vectors`` vectors of a panel are computed.
     """
     panel, block = PANEL_VECTORS * e.lanes, row_block(e.lanes)
-    element = I32 if pairs else F32
+    element, fma = (I32, partial(_pair_fma, e, spec)) if pairs else (F32, e.fma)
     m_stride, k_stride = strides
 
     def rows(m: ir.Value, vectors: int) -> None:
@@ -278,9 +278,7 @@ def _multiply(
             for i in range(block):
                 x = _broadcast(e, e.load(column, i * m_stride, 1, element))
                 for v in range(vectors):
-                    total = e.get(sums[i, v])
-                    y = _pair_fma(e, spec, x, lanes[v], total) if pairs else e.fma(x, lanes[v], total)
-                    e.set(sums[i, v], y)
+                    e.set(sums[i, v], fma(x, lanes[v], e.get(sums[i, v])))
         for i, v in registers:
             e.store(e.get(sums[i, v]), c_rows, i * panel + v * e.lanes)
 
@@ -328,9 +326,7 @@ def _add_values(
     values are ``[num_keys, D]``, weights ``[num_keys, P]``; pairs of tokens: half as many rows.
     """
     dim, length = spec.head_dim, e.b.lshr(num_keys, I64(1)) if pairs else num_keys
-    _multiply(
-        e, spec, pairs, sums, values, weights, alpha, I64(dim), length, num_vectors, (1, dim)
-    )
+    _multiply(e, spec, pairs, sums, values, weights, alpha, I64(dim), length, num_vectors, (1, dim))
 
 
 # -- softmax ----------------------------------------------------------------------------------
@@ -360,9 +356,9 @@ def _softmax(
     maximum, total ``[P]``: the running state. alpha ``[P]``: the factor for what was summed
     before. block_maximum ``[P]``: a copy of the new maximum. window_sums: a row ``[P]`` for each
     window, ``num_stride`` bytes apart: the sum of its weights. scale: one float32, factor of the
-    exponent to base 2. Where ``num_masked`` is not 0, a key counts for rows whose position
-    (int32 ``[P]``) is not below the key's (int32 ``[num_keys]``). ``num_keys`` is a multiple of W and 4.
-    With pairs, the weights of keys 2i and 2i + 1 become row i.
+    exponent to base 2. Where ``num_masked`` is not 0, a key counts for the rows whose position
+    (int32 ``[P]``) is not below the key's (int32 ``[num_keys]``). ``num_keys`` is a multiple of
+    W and 4. With pairs, the weights of keys 2i and 2i + 1 become row i.
     """
     moved = [scores, positions, maximum, total, alpha, block_maximum, window_sums]
     with e.loop(num_vectors) as v:
