@@ -46,6 +46,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
+    coded: set[tuple[int, int]] = field(default_factory=set)
+    """(layer, window) that were coded at some time."""
 
 
 class MiniEngine:
@@ -204,7 +206,13 @@ class MiniEngine:
             tier = Tier(int(tiers[index]))
             visible[span] = tier in (Tier.FULL, Tier.CODED)
             if tier is Tier.CODED:
-                keys[span], values[span] = self._coded(layer, request, index)
+                request.coded.add((layer, index))
+            if visible[span.start] and (layer, index) in request.coded:
+                # Once coded, a window has lost its original: a FULL copy of it is rebuilt.
+                rebuilt = self._coded(layer, request, index)
+                keys[span], values[span] = (
+                    rebuilt if tier is Tier.CODED else (x.bfloat16().float() for x in rebuilt)
+                )
         visible &= torch.arange(keys.shape[0]) <= position
         keys, values = keys[visible], values[visible]
         group = torch.arange(heads) // self.geometry.group_size

@@ -14,7 +14,7 @@ from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 
 GEOMETRY = WindowGeometry(num_q_heads=6, num_kv_heads=2, head_dim=64)
-CONFIG = {"budget": Fraction(1, 2), "min_context": 72, "local": 16}
+CONFIG = {"budget": Fraction(3, 10), "min_context": 112, "local": 16}
 
 
 def make_engine(geometry: WindowGeometry = GEOMETRY, **options: object) -> MiniEngine:
@@ -49,7 +49,7 @@ def test_prefill_and_decode_equal_dense_attention(promote: Promotion, q: Fractio
     tiers = engine.tiers(1)
     assert (tiers == Tier.FULL).any()
     assert (tiers == Tier.CODED).any() == (q > 0)
-    assert (tiers == Tier.EVICTED).any() or q == 1
+    assert (tiers == Tier.EVICTED).any()
     assert engine.worst_error < tolerance(engine)
 
 
@@ -66,7 +66,7 @@ def test_mixed_batches_of_unequal_lengths_equal_dense_attention() -> None:
     assert engine.problems() == []
 
 
-@pytest.mark.parametrize("exact", [None, 80])
+@pytest.mark.parametrize("exact", [None, 120])
 @pytest.mark.parametrize("scores", PrefillScores)
 def test_chunk_sizes_never_influence_results(scores: PrefillScores, exact: int | None) -> None:
     runs = []
@@ -92,8 +92,8 @@ def test_routing_and_outputs_are_the_same_alone_and_among_others() -> None:
         alone.decode([1])
 
     among = make_engine()
-    among.start(2, 100)
-    among.extend({2: 100})
+    among.start(2, 130)
+    among.extend({2: 130})
     among.start(1, 200)
     among.extend({1: 77}, decode=[2])
     among.extend({1: 200}, decode=[2])
@@ -125,15 +125,15 @@ def test_every_code_equals_its_dense_counterpart(
 
 def test_protected_windows_and_short_requests_are_never_touched() -> None:
     engine = make_engine()
-    engine.start(1, 60)
-    engine.extend({1: 60})
+    engine.start(1, 90)
+    engine.extend({1: 90})
     engine.start(2, 300)
     engine.extend({2: 300})
     for _ in range(60):
         engine.decode([1, 2])
         for name, request in engine.running.items():
             tiers = engine.tiers(name)
-            if request.stored <= 72:
+            if request.stored <= 112:
                 assert (tiers == Tier.FULL).all()
             assert (tiers[:, 0] == Tier.FULL).all()
             assert (tiers[:, max(0, request.stored - 16) // 8 :] == Tier.FULL).all()

@@ -105,7 +105,7 @@ class RowClaims:
                 unrouted + (budget.num_tiered_layers - 1) * staged * budget.full_bytes + one_layer
             )
         else:
-            peak = unrouted + budget.num_tiered_layers * self._segment_layer_bytes(n)
+            peak = unrouted + budget.num_tiered_layers * self._segmented_layer_bytes(n)
         return max(peak, first_decode)
 
     def decode_bytes(self, prompt_tokens: int, stored_tokens: int) -> int:
@@ -160,13 +160,19 @@ class RowClaims:
             + self._coded_windows(tokens) * self.budget.coded_bytes
         )
 
-    def _segment_layer_bytes(self, prompt_tokens: int) -> int:
-        """Peak of one layer of a prompt that is routed segment by segment."""
-        last = (prompt_tokens - 1) // self.segment_tokens * self.segment_tokens
-        before = self._routed_full_windows(last) if last else 0
-        segment = self.budget.num_windows(min(self.segment_tokens, prompt_tokens))
-        coded = max(self._coded_windows(last) if last else 0, self._coded_windows(prompt_tokens))
-        return (before + segment + 1) * self.budget.full_bytes + coded * self.budget.coded_bytes
+    def _segmented_layer_bytes(self, prompt_tokens: int) -> int:
+        """Peak of one tiered layer of a prompt that is routed segment by segment."""
+        budget, segment = self.budget, self.segment_tokens
+        full, coded, start, peak = 0, 0, 0, 0
+        for end in (*range(segment, prompt_tokens, segment), prompt_tokens):
+            full += budget.num_windows(end) - budget.num_windows(start)
+            staged = full * budget.full_bytes
+            if budget.is_tiered(end):
+                coded = max(coded, self._coded_windows(end))
+                full = self._routed_full_windows(end)
+            peak = max(peak, staged + coded * budget.coded_bytes)
+            start = end
+        return peak
 
 
 @dataclass
