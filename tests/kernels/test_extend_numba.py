@@ -335,10 +335,15 @@ def test_token_by_token_changes_no_bit() -> None:
     assert torch.equal(chunked_scores, scores)
 
 
-def test_rounds_of_scores_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MASS_FLOATS", 1), ("TASKS_PER_THREAD", 1), ("TILE_PANELS", 1)]
+)
+def test_how_work_is_cut_changes_no_bit(
+    limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make_case(GQA, RAGGED)
     out, scores = run(case)
-    monkeypatch.setattr(extend_module, "MASS_FLOATS", 1)
+    monkeypatch.setattr(extend_module, limit, value)
     again_out, again_scores = run(case)
     assert torch.equal(again_out, out)
     assert torch.equal(again_scores, scores)

@@ -53,6 +53,7 @@ from qevict_kernels.numba.extend_ir import (
     stage_full,
     widen_query,
 )
+from qevict_kernels.numba.extend_plan import SPAN, TASK, Limits, ceil_div, plan_extend, record
 from qevict_kernels.numba.memory import view as array
 from qevict_kernels.numba.parallel import atomic_add, barrier, parallel
 from qevict_kernels.numba.spec import Spec
@@ -74,27 +75,18 @@ they must not be short."""
 _NEVER = np.iinfo(np.int32).max
 
 
-def _record(*names: str) -> np.dtype[Any]:
-    return np.dtype([(name, np.int64) for name in names])
-
-
 # What a launch tells its threads: addresses, counts, and strides of first dimensions (in bytes
 # for queries, outputs and arenas, in elements for tables).
-_ARGUMENTS = _record(
+_ARGUMENTS = record(
     *("query", "query_stride", "out", "out_stride"),
     *("keys", "values", "slot_stride", "coded", "cos_sin", "scale"),
     *("page_table", "page_table_stride", "windows", "windows_stride", "list_length"),
     *("full_slot", "coded_slot", "num_full", "num_coded", "scores", "scores_stride"),
     *("rows", "prefix_lens", "extend_lens", "first_tokens", "score_starts"),
     *("tasks", "spans", "rounds", "num_rounds", "counters", "masses"),
-    *("lanes", "row_block", "pairs", "tile_tokens", "tile_panels"),
+    *("lanes", "row_block", "pairs", "tile_tokens"),
     *("scratch", "scratch_bytes"),
 )
-# One tile of one KV head; its window sums go to float ``mass`` of the buffer (-1: nowhere),
-# those of the next window lie ``stride`` floats further.
-_TASK = _record("request", "head", "tile", "mass", "stride")
-# The scored tiles of one request in one round. Their mass is [head, list window, tile, column].
-_SPAN = _record("request", "first_tile", "end_tile", "mass", "num_blocks", "columns")
 
 
 class _List(NamedTuple):
@@ -148,11 +140,6 @@ def _int(address: int, index: int) -> Any:
     return np.int64(array(address, index + 1, np.int32)[index])
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _ceil_div(a: int, b: int) -> int:
-    return (a + b - 1) // b
-
-
 @njit  # type: ignore[untyped-decorator]
 def _fill(address: int, count: int, value: float) -> None:
     array(address, count, np.float32)[:] = value
@@ -165,8 +152,8 @@ def _fill(address: int, count: int, value: float) -> None:
 def _list_of(spec: Any, a: Any, request: int) -> Any:
     row = _long(a.rows, request)
     num_full, num_coded = _int(a.num_full, row), _int(a.num_coded, row)
-    full_blocks = _ceil_div(num_full * spec.window, BLOCK)
-    num_blocks = full_blocks + _ceil_div(num_coded * spec.window, BLOCK)
+    full_blocks = ceil_div(num_full * spec.window, BLOCK)
+    num_blocks = full_blocks + ceil_div(num_coded * spec.window, BLOCK)
     return _List(row, num_full, num_coded, full_blocks, num_blocks)
 
 
@@ -193,7 +180,7 @@ def _tile_of(spec: Any, a: Any, task: Any) -> Any:
     head = 2 * task.head * spec.group_size * spec.head_dim
     return _Tile(
         task.request, task.head, first_position, first_position + num_tokens - 1, num_rows,
-        _ceil_div(num_rows, PANEL_VECTORS * a.lanes),
+        ceil_div(num_rows, PANEL_VECTORS * a.lanes),
         a.query + token * a.query_stride + head, a.out + token * a.out_stride + head,
     )  # fmt: skip
 
@@ -225,7 +212,7 @@ def _panel_of(spec: Any, a: Any, tile: Any, max_blocks: int, scratch: int, index
     num_rows = min(panel, tile.num_rows - index * panel)
     return _Panel(
         words, query, sums, state, state + 4 * panel, state + 8 * panel, state + 12 * panel,
-        state + 16 * panel, index * panel, num_rows, _ceil_div(num_rows, a.lanes),
+        state + 16 * panel, index * panel, num_rows, ceil_div(num_rows, a.lanes),
     )  # fmt: skip
 
 
@@ -342,7 +329,7 @@ def _visit_block(
     for i in range(num_staged):
         if _int(key_positions, i * window) <= last_position:
             visible = i + 1
-    num_keys = _ceil_div(visible * window, a.row_block) * a.row_block
+    num_keys = ceil_div(visible * window, a.row_block) * a.row_block
     if mass:
         for i in range(num_keys // window, BLOCK // window):
             _fill(mass + i * stride, panel.num_vectors * a.lanes, 0.0)
@@ -459,8 +446,8 @@ def _worker(spec: Any, arguments: int) -> None:
     a = array(arguments, 1, _ARGUMENTS)[0]
     scratch = a.scratch + atomic_add(a.counters, 1) * a.scratch_bytes
     rounds = array(a.rounds, (a.num_rounds + 1, 2), np.int64)
-    tasks = array(a.tasks, rounds[a.num_rounds, 0], _TASK)
-    spans = array(a.spans, rounds[a.num_rounds, 1], _SPAN)
+    tasks = array(a.tasks, rounds[a.num_rounds, 0], TASK)
+    spans = array(a.spans, rounds[a.num_rounds, 1], SPAN)
     for step in range(a.num_rounds):
         next_task = a.counters + 8 + 16 * step
         next_item = next_task + 8
@@ -487,103 +474,6 @@ def extend_kernel(spec: Any, arguments: int, num_threads: int) -> int:
     """Run the launch described at ``arguments``; returns 0."""
     parallel(_worker, spec, arguments, num_threads)
     return 0
-
-
-# -- plan -------------------------------------------------------------------------------------
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _plan(
-    rows: Array,
-    prefix_lens: Array,
-    extend_lens: Array,
-    score_starts: Array,
-    num_full: Array,
-    num_coded: Array,
-    num_heads: int,
-    group_size: int,
-    per_block: int,
-    lanes: int,
-    tile_tokens: int,
-    mass_floats: int,
-) -> tuple[Array, Array, Array, int, int]:
-    """(tasks, spans, rounds, floats of mass, blocks of the longest list).
-
-    ``rounds`` int64 ``[num_rounds + 1, 2]``: where each round begins in tasks and in spans.
-    Tiles without a scored token all go to the first round. Heavy tiles come before light ones,
-    so that threads finish a round together.
-    """
-    batch, total_tiles, num_scored, max_blocks = rows.size, 0, 0, 0
-    num_tiles, next_tile, num_blocks = np.empty((3, batch), np.int64)
-    for b in range(batch):
-        num_tiles[b] = next_tile[b] = _ceil_div(extend_lens[b], tile_tokens)
-        first_scored = max(score_starts[b] - prefix_lens[b], 0)
-        if first_scored < extend_lens[b]:
-            next_tile[b] = first_scored // tile_tokens
-        num_blocks[b] = _ceil_div(num_full[rows[b]], per_block)
-        num_blocks[b] += _ceil_div(num_coded[rows[b]], per_block)
-        total_tiles += num_tiles[b]
-        num_scored += num_tiles[b] - next_tile[b]
-        max_blocks = max(max_blocks, num_blocks[b])
-    tasks = np.empty(total_tiles * num_heads, _TASK)
-    spans = np.empty(num_scored, _SPAN)
-    rounds = np.zeros((num_scored + 2, 2), np.int64)
-    num_tasks, num_spans, num_rounds, most = 0, 0, 0, 0
-    for b in range(batch):
-        num_tasks = _add_tasks(tasks, num_tasks, b, 0, next_tile[b], num_heads, -1, 0, 0)
-    remaining = True
-    while remaining:
-        remaining, used, first_span = False, 0, num_spans
-        for b in range(batch):
-            first = next_tile[b]
-            columns = _ceil_div(min(tile_tokens, extend_lens[b]) * group_size, lanes) * lanes
-            windows = num_blocks[b] * per_block
-            floats = max(num_heads * windows * columns, 1)
-            room = (mass_floats - used) // floats
-            if num_spans == first_span:
-                room = max(room, 1)
-            end = min(num_tiles[b], first + room)
-            remaining |= end < num_tiles[b]
-            if end <= first:
-                continue
-            span = spans[num_spans]
-            span.request, span.first_tile, span.end_tile = b, first, end
-            span.mass, span.num_blocks, span.columns = used, num_blocks[b], columns
-            num_tasks = _add_tasks(
-                tasks, num_tasks, b, first, end, num_heads, used, windows, columns
-            )
-            num_spans += 1
-            used += (end - first) * floats
-            next_tile[b] = end
-        num_rounds += 1
-        rounds[num_rounds, 0], rounds[num_rounds, 1] = num_tasks, num_spans
-        most = max(most, used)
-    return tasks, spans, rounds[: num_rounds + 1], most, max_blocks
-
-
-@njit  # type: ignore[untyped-decorator]
-def _add_tasks(
-    tasks: Array,
-    num_tasks: int,
-    request: int,
-    first: int,
-    end: int,
-    num_heads: int,
-    mass: int,
-    windows: int,
-    columns: int,
-) -> int:
-    """Append the tasks of tiles [first, end) of all heads; returns how many there are now."""
-    stride = (end - first) * columns
-    for head in range(num_heads):
-        for tile in range(end - 1, first - 1, -1):
-            task = tasks[num_tasks]
-            task.request, task.head, task.tile, task.stride = request, head, tile, stride
-            task.mass = -1
-            if mass >= 0:
-                task.mass = mass + head * windows * stride + (tile - first) * columns
-            num_tasks += 1
-    return num_tasks
 
 
 # -- launch -----------------------------------------------------------------------------------
@@ -613,25 +503,25 @@ def launch_extend(
         raise ValueError(f"scale must be positive, got {scale}")
     if not len(rows):
         return
-    lanes, panel, num_threads = spec.lanes, PANEL_VECTORS * spec.lanes, torch.get_num_threads()
-    num_panels = query.shape[0] * spec.geometry.num_q_heads // panel
-    tile_panels = max(min(num_panels // (TASKS_PER_THREAD * num_threads), TILE_PANELS), 1)
-    tile_tokens = max(tile_panels * panel // spec.group_size, 1)
-    tile_panels = -(-tile_tokens * spec.group_size // panel)
-    prefix, length = (t.to(torch.int64).contiguous() for t in (prefix_lens, extend_lens))
-    starts = prefix + length if scores is None or score_starts is None else score_starts
-    starts, rows = starts.to(torch.int64).contiguous(), rows.contiguous()
-    first_tokens = length.cumsum(0) - length
-    tasks, spans, rounds, mass_floats, max_blocks = _plan(
-        rows.numpy(), prefix.numpy(), length.numpy(), starts.numpy(), view.num_full.numpy(),
-        view.num_coded.numpy(), spec.num_kv_heads, spec.group_size, BLOCK // spec.window, lanes,
-        tile_tokens, MASS_FLOATS,
+    num_threads, panel_rows = torch.get_num_threads(), PANEL_VECTORS * spec.lanes
+    num_panels = query.shape[0] * spec.num_q_heads // panel_rows
+    max_panels = min(num_panels // (TASKS_PER_THREAD * num_threads), TILE_PANELS)
+    limits = Limits(
+        spec.num_kv_heads, spec.group_size, BLOCK // spec.window, spec.lanes, panel_rows,
+        max_panels, MASS_FLOATS,
     )  # fmt: skip
-    scratch_bytes = _block_bytes(spec.head_dim, lanes)[3]
-    scratch_bytes += tile_panels * _panel_bytes(spec.head_dim, lanes, max_blocks)
+    prefix, length = (t.to(torch.int64) for t in (prefix_lens, extend_lens))
+    starts = prefix + length if scores is None or score_starts is None else score_starts.long()
+    first_tokens = length.cumsum(0) - length
+    plan = plan_extend(
+        *(t.numpy() for t in (rows, prefix, length, starts, view.num_full, view.num_coded)), limits
+    )
+    tile_panels = ceil_div.py_func(plan.tile_tokens * spec.group_size, panel_rows)
+    scratch_bytes = _block_bytes.py_func(spec.head_dim, spec.lanes)[3]
+    scratch_bytes += tile_panels * _panel_bytes.py_func(spec.head_dim, spec.lanes, plan.max_blocks)
     # torch aligns to a cache line, and all parts are multiples of it.
-    scratch = torch.empty(num_threads * scratch_bytes + 4 * mass_floats, dtype=torch.uint8)
-    counters = np.zeros(2 * len(rounds) + 1, np.int64)
+    scratch = torch.empty(num_threads * scratch_bytes + 4 * plan.mass_floats, dtype=torch.uint8)
+    counters = np.zeros(2 * len(plan.rounds) + 1, np.int64)
     exponent = np.array([scale / math.log(2)], np.float32)
     arguments = np.empty(1, _ARGUMENTS)
     arguments[0] = (
@@ -644,9 +534,10 @@ def launch_extend(
         *(view.num_full.data_ptr(), view.num_coded.data_ptr()),
         *((0, 0) if scores is None else (scores.data_ptr(), scores.stride(0))),
         *(t.data_ptr() for t in (rows, prefix, length, first_tokens, starts)),
-        *(tasks.ctypes.data, spans.ctypes.data, rounds.ctypes.data, len(rounds) - 1),
+        *(t.ctypes.data for t in (plan.tasks, plan.spans, plan.rounds)),
+        len(plan.rounds) - 1,
         *(counters.ctypes.data, scratch.data_ptr() + num_threads * scratch_bytes),
-        *(lanes, row_block(lanes), has_pairs(spec), tile_tokens, tile_panels),
+        *(spec.lanes, row_block(spec.lanes), has_pairs(spec), plan.tile_tokens),
         *(scratch.data_ptr(), scratch_bytes),
     )
     run(None, arguments.ctypes.data, num_threads)
