@@ -15,7 +15,7 @@ from sglang_qevict.flags import OPTIONS, config_from
 from sglang_qevict.refusals import refused_flags, refused_model
 from sglang_qevict.runtime import NAME, config_of
 
-__all__ = ["apply_command_line", "check_model", "from_keywords"]
+__all__ = ["apply_command_line", "check_model", "exit_with", "from_keywords"]
 
 _KEYWORDS = ("kv_tiering", "kv_tiering_prefix_reuse", *(option.dest for option in OPTIONS))
 
@@ -25,7 +25,7 @@ def apply_command_line(server_args: Any, values: Mapping[str, Any]) -> None:
     try:
         _apply(server_args, config_from(values))
     except ValueError as error:
-        _exit_with(str(error))
+        exit_with(str(error))
     _attach(server_args, "_kv_tiering_cli", True)
 
 
@@ -52,11 +52,18 @@ def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
     if problem is None:
         return
     if getattr(server_args, "_kv_tiering_cli", False):
-        _exit_with(problem)
+        exit_with(problem)
     raise ValueError(problem)
 
 
 def _problem_with(model: Any, config: TieringConfig) -> str | None:
+    from sglang.srt.platforms import current_platform
+
+    if current_platform.device_type != "cpu":
+        return (
+            f"--kv-tiering qevict has no kernels for {current_platform.device_type} yet, only for "
+            "cpu: drop --kv-tiering"
+        )
     for sentence in refused_model(model):
         return sentence
     # The budget rule depends on the ratio of bytes, not on how many heads a rank has.
@@ -99,6 +106,7 @@ def _attach(server_args: Any, name: str, value: Any) -> None:
     msgspec.Struct.__setattr__(server_args, name, value)
 
 
-def _exit_with(sentence: str) -> NoReturn:
+def exit_with(sentence: str) -> NoReturn:
+    """End the process with one sentence on stderr and status 2, as argparse does."""
     print(f"sglang-qevict: error: {sentence}", file=sys.stderr)
     raise SystemExit(2)

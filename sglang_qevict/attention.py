@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from qevict_kernels import make_kernels
 from qevict_tiers.manager import TierManager
@@ -21,6 +22,29 @@ __all__ = ["QEvictAttentionBackend"]
 logger = logging.getLogger(__name__)
 
 
+def _require_plain_attention(model: torch.nn.Module) -> None:
+    """Check each attention layer, since a configuration does not tell everything.
+
+    Raises ``ValueError``, in one sentence, for a layer that windows would get wrong.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        features = {
+            "cross-attention": layer.is_cross_attention,
+            "bidirectional attention": layer.attn_type is not AttentionType.DECODER,
+            "an attention logit cap": layer.logit_cap > 0,
+            "a sliding window": layer.sliding_window_size > -1,
+            "values of another width than keys": layer.v_head_dim != layer.head_dim,
+        }
+        found = [feature for feature, present in features.items() if present]
+        if found:
+            raise ValueError(
+                f"--kv-tiering qevict serves plain causal attention, but {name} has "
+                f"{' and '.join(found)}: drop --kv-tiering, or serve another model"
+            )
+
+
 class QEvictAttentionBackend(AttentionBackend):
     """Attention over FULL and coded windows, which scores the windows as it reads them.
 
@@ -31,6 +55,7 @@ class QEvictAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         require_hooks()
+        _require_plain_attention(runner.model)
         plan = runtime.require_plan()
         pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
         rotary = find_rotary(runner.model, runner.device)

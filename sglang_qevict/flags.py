@@ -150,11 +150,24 @@ _REUSE_HELP = (
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to SGLang's parser."""
+def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> None:
+    """Add all flags to SGLang's parser.
+
+    ``when_on`` is called when tiering is asked for; it may end the process.
+    """
+
+    def mode(text: str) -> str:
+        if text == "qevict":
+            when_on()
+        return text
+
     group = parser.add_argument_group("KV tiering (sglang-qevict)")
     group.add_argument(
-        f"--{PREFIX}", choices=["none", "qevict"], default="none", help=_TIERING_HELP
+        f"--{PREFIX}",
+        type=mode,
+        choices=["none", "qevict"],
+        default="none",
+        help=_TIERING_HELP,
     )
     for option in OPTIONS:
         group.add_argument(

@@ -28,7 +28,7 @@ _RUNNING_REQUESTS = 256
 
 def add_cli_args(result: None, parser: Any) -> None:
     """SGLang's parser learns the flags."""
-    add_flags(parser)
+    add_flags(parser, when_on=_require_hooks_or_exit)
 
 
 def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
@@ -165,6 +165,13 @@ def register_hooks() -> None:
     """Register all hooks with SGLang, which applies them when all plugins are loaded."""
     for target, hook, kind in HOOKS:
         HookRegistry.register(target, hook, kind)
+
+
+def _require_hooks_or_exit() -> None:
+    try:
+        require_hooks()
+    except RuntimeError as error:
+        arguments.exit_with(str(error))
 
 
 def require_hooks() -> None:

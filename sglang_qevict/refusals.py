@@ -170,6 +170,11 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "it is not causal self-attention",
     ),
     Refusal(
+        "a dtype other than bfloat16 or float16",
+        lambda model: str(model.dtype) not in ("torch.bfloat16", "torch.float16"),
+        "FULL windows are stored in 2 bytes a number",
+    ),
+    Refusal(
         f"head_dim other than {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
         lambda model: (
             model.head_dim not in SUPPORTED_HEAD_DIMS or model.v_head_dim != model.head_dim
