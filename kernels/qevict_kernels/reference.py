@@ -1,7 +1,7 @@
 """The definition of every kernel, in plain torch and float32: slow, and meant to be obvious.
 
-Also the record codec (``encode_windows``, ``pack``, ``unpack``, ``decode_windows``), which tests of the
-fast backends use to look into their records.
+Also the record codec (``encode_windows``, ``pack``, ``unpack``, ``decode_windows``), which tests of
+the fast backends use to look into their records.
 
 Quantiser
     A *row* is what shares one scale and zero: the ``W`` values of a key channel, or the ``D``
@@ -159,9 +159,7 @@ def pack(windows: CodedWindows, geometry: WindowGeometry) -> torch.Tensor:
     put(record.value_scales, windows.value_params.scales)
     put(record.value_zeros, windows.value_params.zeros)
     if windows.key_params.header is not None and windows.value_params.header is not None:
-        put(
-            record.header, torch.cat([windows.key_params.header, windows.value_params.header], -1)
-        )
+        put(record.header, torch.cat([windows.key_params.header, windows.value_params.header], -1))
     return out
 
 
@@ -198,7 +196,8 @@ def unpack(records: torch.Tensor, geometry: WindowGeometry) -> CodedWindows:
 def _to_words(codes: torch.Tensor, geometry: WindowGeometry, bits: int) -> torch.Tensor:
     """Codes ``[..., W, D]`` as the bytes ``[..., num_bytes]`` of their words (see ``layout``)."""
     group = geometry.code_group
-    grouped = codes.unflatten(-2, (-1, group)).long()  # [..., groups, group, D]
+    shape = (*codes.shape[:-2], geometry.window // group, group, geometry.head_dim)
+    grouped = codes.reshape(shape).long()
     shifts = (torch.arange(group) * bits).unsqueeze(-1)
     words = (grouped << shifts).sum(-2)  # [..., groups, D]
     byte_shifts = torch.arange(0, group * bits, 8)
@@ -208,7 +207,8 @@ def _to_words(codes: torch.Tensor, geometry: WindowGeometry, bits: int) -> torch
 def _from_words(data: torch.Tensor, geometry: WindowGeometry, bits: int) -> torch.Tensor:
     group = geometry.code_group
     word_bytes = group * bits // 8
-    split = data.unflatten(-1, (geometry.window // group, geometry.head_dim, word_bytes)).long()
+    shape = (*data.shape[:-1], geometry.window // group, geometry.head_dim, word_bytes)
+    split = data.reshape(shape).long()
     words = (split << torch.arange(0, group * bits, 8)).sum(-1)
     shifts = (torch.arange(group) * bits).unsqueeze(-1)
     return _byte((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)
@@ -361,7 +361,7 @@ class ReferenceKernels:
         logits = logits.masked_fill(~seen, -math.inf)
         # A query that sees nothing gets zeros.
         mass = logits.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
-        mass = mass.unflatten(-1, (-1, geometry.window))
+        mass = mass.view(*mass.shape[:2], len(windows), geometry.window)
         # The arena holds anything, NaN too, where no token has been written yet.
         unseen = ~seen.any(0).view(-1, 1, geometry.window, 1)
         values = values.masked_fill(unseen, 0.0)

@@ -64,7 +64,7 @@ class RotaryTable:
         return torch.cat([cos / scale, sin / scale], dim=1).contiguous()
 
     def require_linear(self, window: int = 32) -> None:
-        """Raise ``ValueError`` unless ``cos_sin[p0 + i]`` composes ``cos_sin[p0]`` and offset ``i``.
+        """Raise ``ValueError`` unless ``cos_sin[p0 + i]`` is ``cos_sin[p0]`` and offset ``i``.
 
         The kernels rotate a window by its base and then by constant offsets. That needs angles
         linear in the position, which dynamic variants such as longrope are not. Window starts

@@ -16,12 +16,13 @@ a *partial*, float32 ``[group_size, partial_floats]``: the weighted sum ``[D]``,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial as bind
 from typing import Any
 
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from qevict_kernels.numba.ir import F32, I8, I64, Emitter, vector_function
+from qevict_kernels.numba.ir import F32, I64, Emitter, vector_function
 from qevict_kernels.numba.spec import Spec
 from qevict_kernels.numba.windows import (
     Parts,
@@ -71,7 +72,8 @@ def _load_query(
             x = e.load_half(query, row + d, spec.half)
             e.store(e.fmul(x, times), plain, row + d)
         lanes = rotary_lanes(e, spec)
-        parts = load_split(e, spec, lambda d, row=row: e.load(plain, row + d, lanes))
+        here = e.offset(plain, 4 * row)
+        parts = load_split(e, spec, bind(e.load, here, lanes=lanes))
         for d, x in parts.items():
             e.store(x, split, row + d)
 
@@ -210,8 +212,9 @@ def _dot_tokens(
 ) -> None:
     """Logits of ``num_tokens`` tokens for every head.
 
-    ``accumulate(tokens, add)`` hands all vectors of the keys of ``tokens`` to ``add``. As many tokens
-    are taken at a time as accumulators fit the registers; a query vector is loaded once for them.
+    ``accumulate(tokens, add)`` hands all vectors of the keys of ``tokens`` to ``add``. As many
+    tokens are taken at a time as accumulators fit the registers; a query vector is loaded once
+    for them.
     """
     heads = range(spec.group_size)
     tile = _floor_power_of_two(max(e.lanes // spec.group_size, 1))
@@ -297,7 +300,12 @@ def _channel_chunks(e: Emitter, spec: Spec) -> list[range]:
 
 @vector_function
 def _full_values(
-    e: Emitter, spec: Spec, addresses: ir.Value, probs: ir.Value, partial: ir.Value, num_windows: ir.Value
+    e: Emitter,
+    spec: Spec,
+    addresses: ir.Value,
+    probs: ir.Value,
+    partial: ir.Value,
+    num_windows: ir.Value,
 ) -> None:
     heads, stride = range(spec.group_size), partial_floats(spec.head_dim)
     for chunk in _channel_chunks(e, spec):
@@ -307,9 +315,7 @@ def _full_values(
             with e.loop(spec.window) as i:
                 token = e.b.add(e.b.mul(w, I64(spec.window)), i)
                 start = e.b.mul(i, I64(spec.head_dim))
-                vectors = {
-                    d: e.load_half(values, e.b.add(start, I64(d)), spec.half) for d in chunk
-                }
+                vectors = {d: e.load_half(values, e.b.add(start, I64(d)), spec.half) for d in chunk}
                 for g in heads:
                     p = e.broadcast(probs, e.b.add(token, I64(g * BLOCK * spec.window)))
                     for d in chunk:
@@ -422,9 +428,7 @@ def _merge_partials(
     mass = e.variable(F32(0.0))
     with e.loop(num_blocks) as i:
         at = e.b.mul(i, stride)
-        weight = e.exp2(
-            e.splat(e.fsub(e.load(partial, e.b.add(at, I64(dim + BLOCK)), 1), top))
-        )
+        weight = e.exp2(e.splat(e.fsub(e.load(partial, e.b.add(at, I64(dim + BLOCK)), 1), top)))
         part = e.load(partial, e.b.add(at, I64(dim + BLOCK + 1)), 1)
         e.set(mass, e.fma(part, e.element(weight, 0), e.get(mass)))
         for d, variable in sums.items():
@@ -476,7 +480,15 @@ def full_logits(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def coded_logits(
-    ctx: Any, spec: Any, record: Any, query: Any, base: Any, offsets: Any, logits: Any, ahead: Any, base_ahead: Any
+    ctx: Any,
+    spec: Any,
+    record: Any,
+    query: Any,
+    base: Any,
+    offsets: Any,
+    logits: Any,
+    ahead: Any,
+    base_ahead: Any,
 ) -> Any:
     """Logits of a coded window; ``base`` is its row of the rotary table, ``offsets`` holds cos,
     cos + sin and sin - cos ``[W, 3, rotary_dim / 2]`` of the positions within a window."""

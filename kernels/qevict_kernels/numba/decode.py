@@ -61,7 +61,7 @@ partial_floats = njit(inline="always")(partial_floats)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def decode_kernel(spec: Any, arguments: int, num_threads: int) -> int:
+def decode_kernel(spec: Any, arguments: int, num_threads: int) -> Any:
     """Run the step described at ``arguments``; returns the number of blocks."""
     a = view(arguments, 1, DECODE_ARGUMENTS)[0]
     rows = view(a.rows, a.batch, np.int64)
@@ -91,7 +91,7 @@ def decode_kernel(spec: Any, arguments: int, num_threads: int) -> int:
     return starts.size + requests.size + partials.size + totals.size + counters.size
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def _worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, DECODE_ARGUMENTS)[0]
     num_blocks = view(a.block_start, a.batch + 1, np.int64)[a.batch]
@@ -162,9 +162,7 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
                 tail += 4 * dim * window
         for i in range(count):
             ahead = min(i + FULL_AHEAD, count - 1)
-            full_logits(
-                spec, key_at[i], plain, logits + 4 * i * window, key_at[ahead], value_at[i]
-            )
+            full_logits(spec, key_at[i], plain, logits + 4 * i * window, key_at[ahead], value_at[i])
     else:
         slots = view(a.coded_slot, 1 << 40, np.int32)
         for i in range(count):
@@ -192,7 +190,7 @@ def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> Non
 
 
 @njit  # type: ignore[untyped-decorator]
-def _scratch_bytes(spec: Any) -> int:
+def _scratch_bytes(spec: Any) -> Any:
     group, dim, window = spec.group_size, spec.head_dim, spec.window
     logits = group * BLOCK * window
     return 4 * (logits + 2 * group * dim) + 24 * (BLOCK) + 128 + 4 * dim * window * BLOCK
@@ -264,7 +262,7 @@ def _num_blocks(num_windows: int) -> int:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _seq_len(a: Any, b: int) -> int:
+def _seq_len(a: Any, b: int) -> Any:
     if a.wide_lens:
         return view(a.seq_lens, b + 1, np.int64)[b]
     return np.int64(view(a.seq_lens, b + 1, np.int32)[b])

@@ -136,9 +136,7 @@ class Emitter:
         """Code words of ``bits`` (8, 16 or 32) bits as int32."""
         return self.zext(self.load(pointer, offset, lanes or self.lanes, ir.IntType(bits)))
 
-    def load_bytes(
-        self, pointer: ir.Value, offset: int | ir.Value = 0, lanes: int = 0
-    ) -> ir.Value:
+    def load_bytes(self, pointer: ir.Value, offset: int | ir.Value = 0, lanes: int = 0) -> ir.Value:
         """Unsigned bytes as float32."""
         values = self.zext(self.load(pointer, offset, lanes or self.lanes, I8))
         return self.b.sitofp(values, _vector(F32, _lanes(values)))
@@ -317,9 +315,7 @@ class Emitter:
         """``table[index & 15]`` of a 16-lane register table (AVX-512)."""
         typ = ir.FunctionType(table.type, [table.type, index.type])
         name = "llvm.x86.avx512.permvar.sf.512"
-        return self.b.call(
-            cgutils.get_or_insert_function(self.b.module, typ, name), [table, index]
-        )
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, typ, name), [table, index])
 
     # -- lanes ----------------------------------------------------------------------------
 
@@ -371,9 +367,7 @@ class Emitter:
         """
         rows, period = list(vectors), 1
         while len(rows) > 1:
-            rows = [
-                self.sum_pair(a, b, period) for a, b in zip(rows[::2], rows[1::2], strict=True)
-            ]
+            rows = [self.sum_pair(a, b, period) for a, b in zip(rows[::2], rows[1::2], strict=True)]
             period *= 2
         return self.sum_rest(rows[0], period)
 
@@ -479,7 +473,11 @@ def vector_function(build: Callable[..., None]) -> Callable[..., tuple[Any, Any]
 
 
 def _define(
-    module: ir.Module, spec: Spec, build: Callable[..., None], names: list[str], is_count: list[bool]
+    module: ir.Module,
+    spec: Spec,
+    build: Callable[..., None],
+    names: list[str],
+    is_count: list[bool],
 ) -> ir.Function:
     name = f"qevict.{build.__name__}.{spec.name}"
     if name in module.globals:

@@ -53,14 +53,12 @@ def parallel(
     signature = types.void(worker, spec, types.int64, types.int64)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        dispatcher = worker.dispatcher
-        dispatcher.compile((spec, types.int64))
-        compiled = dispatcher.overloads[spec, types.int64]
-        context.add_linking_libs([compiled.library])
-        entry = _entry(context, builder.module, compiled, spec.spec)
-        start = _external(
-            builder.module, "GOMP_parallel", [entry.type, I8.as_pointer(), I32, I32]
+        # Compiled as a part of the caller: it has no entry point and no cache file of its own.
+        compiled = context.compile_subroutine(
+            builder, worker.dispatcher.py_func, types.void(spec, types.int64)
         )
+        entry = _entry(context, builder.module, compiled, spec.spec)
+        start = _external(builder.module, "GOMP_parallel", [entry.type, I8.as_pointer(), I32, I32])
         threads = builder.trunc(args[3], I32)
         data = builder.inttoptr(args[2], I8.as_pointer())
         builder.call(start, [entry, data, threads, I32(0)])

@@ -53,20 +53,20 @@ QUANTIZE_ARGUMENTS = np.dtype(
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def quantize_kernel(spec: Any, arguments: int, num_threads: int) -> int:
+def quantize_kernel(spec: Any, arguments: int, num_threads: int) -> Any:
     """Run the work described at ``arguments``; returns the number of bad windows."""
     parallel(_quantize_worker, spec, arguments, num_threads)
     return view(arguments, 1, QUANTIZE_ARGUMENTS)[0].num_bad
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def dequantize_kernel(spec: Any, arguments: int, num_threads: int) -> int:
+def dequantize_kernel(spec: Any, arguments: int, num_threads: int) -> Any:
     """Run the work described at ``arguments``; returns 0."""
     parallel(_dequantize_worker, spec, arguments, num_threads)
     return 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def _quantize_worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, QUANTIZE_ARGUMENTS)[0]
     bad = np.empty(1, np.int64)
@@ -84,7 +84,7 @@ def _quantize_worker(spec: Any, arguments: int) -> None:
             atomic_add(_field(arguments, 10), 1)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def _dequantize_worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, QUANTIZE_ARGUMENTS)[0]
     while True:
@@ -217,14 +217,10 @@ def _emit_quantize(
         _spoil(e, spec, record)
 
 
-def _unrotated_key(
-    e: Emitter, spec: Spec, keys: ir.Value, row: ir.Value, table: ir.Value
-) -> Parts:
+def _unrotated_key(e: Emitter, spec: Spec, keys: ir.Value, row: ir.Value, table: ir.Value) -> Parts:
     """The key from element ``row`` on, before RoPE, in memory order."""
     lanes, half = rotary_lanes(e, spec), spec.rotary_dim // 2
-    parts = load_split(
-        e, spec, lambda d: e.load_half(keys, e.b.add(row, I64(d)), spec.half, lanes)
-    )
+    parts = load_split(e, spec, lambda d: e.load_half(keys, e.b.add(row, I64(d)), spec.half, lanes))
     for d in first_halves(e, spec):
         first, second = parts[d], parts[half + d]
         c, s = e.load(table, d, lanes), e.load(table, half + d, lanes)
@@ -268,10 +264,10 @@ def _store_params(
     places: tuple[ir.Value, int, int, int],
     poison: _Poison,
 ) -> tuple[ir.Value, ir.Value]:
-    """Write the parameters of rows with extremes ``low`` and ``high`` (see ``reference.make_params``).
+    """Write the parameters of rows with extremes ``low`` and ``high``, as ``make_params`` does.
 
-    ``places`` are the record and the offsets of scales, zeros and header. Returns float32 arrays of
-    the stored scales and zeros.
+    ``places`` are the record and the offsets of scales, zeros and header. Returns float32 arrays
+    of the stored scales and zeros.
     """
     record, scales_at, zeros_at, header_at = places
     lanes = min(num_rows, e.lanes)
@@ -393,9 +389,7 @@ def decode_window(
         e.store(load_zero(i, width), value_zeros, i)
 
     def codes(start: int, index: ir.Value, bits: int) -> ir.Value:
-        return e.offset(
-            e.offset(record, start), e.b.mul(index, I64(dim * group * bits // 8))
-        )
+        return e.offset(e.offset(record, start), e.b.mul(index, I64(dim * group * bits // 8)))
 
     def number(words: ir.Value, i: int, bits: int, scale: ir.Value, zero: ir.Value) -> ir.Value:
         code = e.b.sitofp(e.code_as_int(words, i, bits), scale.type)

@@ -91,7 +91,7 @@ class Spec:
         return "_".join(fields)
 
 
-class SpecType(types.Type):
+class SpecType(types.Type):  # type: ignore[misc]
     """numba type of a ``Spec``: one type per value."""
 
     def __init__(self, spec: Spec, fingerprint: str) -> None:
@@ -104,7 +104,7 @@ class _SpecModel(models.OpaqueModel):  # type: ignore[misc]
     pass
 
 
-@unbox(SpecType)
+@unbox(SpecType)  # type: ignore[untyped-decorator]
 def _unbox_spec(typ: SpecType, obj: Any, c: Any) -> NativeValue:
     return NativeValue(c.context.get_dummy_value())
 
@@ -112,7 +112,7 @@ def _unbox_spec(typ: SpecType, obj: Any, c: Any) -> NativeValue:
 def _expose(name: str) -> None:
     """Make ``spec.<name>`` a compile-time constant in jitted code."""
 
-    @overload_attribute(SpecType, name)
+    @overload_attribute(SpecType, name)  # type: ignore[untyped-decorator]
     def attribute(spec: Any) -> Any:
         value = getattr(spec.spec, name)
 

@@ -147,9 +147,7 @@ def random_case(
     unused = full_free.long()
     arena.keys[unused] = torch.nan
     arena.values[unused] = torch.nan
-    query = torch.randn(
-        len(counts), geometry.num_q_heads, geometry.head_dim, generator=g
-    ).to(dtype)
+    query = torch.randn(len(counts), geometry.num_q_heads, geometry.head_dim, generator=g).to(dtype)
     return Case(
         geometry, query, arena, coded,
         LayerView(page_table, full_slot, coded_slot, windows, counts_full, counts_coded),
