@@ -27,12 +27,29 @@ from sglang_qevict.state import TieringState
 MakeKernels = Callable[[WindowGeometry, RotaryTable], AttentionKernels]
 
 
-def rotary_table(head_dim: int, positions: int = 4096, theta: float = 10_000.0) -> RotaryTable:
-    """A plain neox table."""
-    half = head_dim // 2
+def rotary_table(
+    head_dim: int,
+    positions: int = 4096,
+    theta: float = 10_000.0,
+    scaling: str = "default",
+    is_neox: bool = True,
+) -> RotaryTable:
+    """A table as models have them: ``default``, ``linear``, ``llama3``, ``yarn`` or ``partial``."""
+    rotary_dim = head_dim // 2 if scaling == "partial" else head_dim
+    half = rotary_dim // 2
     frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    magnitude = 1.0
+    if scaling == "linear":
+        frequencies /= 4
+    elif scaling in ("llama3", "yarn"):
+        # Low frequencies are stretched 8 times, high ones kept, with a ramp between.
+        turns = 1024 * frequencies / (2 * torch.pi)
+        keep = ((turns - 1) / 3).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / 8)
+        magnitude = 1.2 if scaling == "yarn" else 1.0
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-    return RotaryTable(torch.cat([angles.cos(), angles.sin()], -1).float(), is_neox=True)
+    table = magnitude * torch.cat([angles.cos(), angles.sin()], -1)
+    return RotaryTable(table.float(), is_neox=is_neox)
 
 
 @dataclass
@@ -68,13 +85,14 @@ class MiniEngine:
         context: int = 512,
         rows: int = 6,
         check: bool = False,
+        rotary: RotaryTable | None = None,
     ) -> None:
         self.geometry, self.config, self.check = geometry, config, check
         budget = WindowBudget(config, geometry, num_layers)
         token_bytes = num_layers * geometry.full_window_bytes // geometry.window
         self.plan = plan_capacity(budget, kv_tokens * token_bytes, context, 64, rows, rows)
         self.req_to_token = torch.zeros((rows + 1, context), dtype=torch.int32)
-        self.rotary = rotary_table(geometry.head_dim)
+        self.rotary = rotary or rotary_table(geometry.head_dim)
         kernels = make_kernels(geometry, self.rotary)
         manager = TierManager(
             budget,

@@ -7,9 +7,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mini_engine import MiniEngine
+from mini_engine import MiniEngine, rotary_table
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.rope import RotaryTable
 from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 
@@ -17,7 +18,9 @@ GEOMETRY = WindowGeometry(num_q_heads=6, num_kv_heads=2, head_dim=64)
 CONFIG = {"budget": Fraction(3, 10), "min_context": 112, "local": 16}
 
 
-def make_engine(geometry: WindowGeometry = GEOMETRY, **options: object) -> MiniEngine:
+def make_engine(
+    geometry: WindowGeometry = GEOMETRY, rotary: RotaryTable | None = None, **options: object
+) -> MiniEngine:
     config = TieringConfig(**{**CONFIG, "window": geometry.window, **options})  # type: ignore[arg-type]
     return MiniEngine(
         lambda g, r: make_kernels(g, r, torch.device("cpu")),
@@ -26,6 +29,7 @@ def make_engine(geometry: WindowGeometry = GEOMETRY, **options: object) -> MiniE
         kv_tokens=1600,
         context=640,
         check=True,
+        rotary=rotary,
     )
 
 
@@ -119,6 +123,31 @@ def test_every_code_equals_its_dense_counterpart(
     engine.extend({1: 180})
     for _ in range(10):
         engine.decode([1])
+    assert (engine.tiers(1) == Tier.CODED).any()
+    assert engine.worst_error < tolerance(engine)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "scaling", "is_neox"),
+    [
+        (3, 1, 64, "llama3", True),
+        (2, 2, 80, "partial", False),
+        (8, 2, 96, "linear", True),
+        (8, 2, 128, "yarn", True),
+        (4, 1, 256, "default", False),
+    ],
+)
+def test_models_of_every_shape_equal_dense_attention(
+    heads: int, kv_heads: int, head_dim: int, scaling: str, is_neox: bool
+) -> None:
+    rotary = rotary_table(head_dim, scaling=scaling, is_neox=is_neox)
+    engine = make_engine(WindowGeometry(heads, kv_heads, head_dim), rotary)
+    engine.start(1, 170)
+    engine.extend({1: 90})
+    engine.start(2, 20)
+    engine.extend({1: 90, 2: 20})
+    for _ in range(10):
+        engine.decode([1, 2])
     assert (engine.tiers(1) == Tier.CODED).any()
     assert engine.worst_error < tolerance(engine)
 
