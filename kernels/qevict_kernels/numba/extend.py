@@ -440,7 +440,7 @@ def _add_scores(spec: Any, a: Any, span: Any, block: int) -> None:
         scores[index] = score
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def _worker(spec: Any, arguments: int) -> None:
     """What each thread does: take tasks until the round is empty, then windows to add up."""
     a = array(arguments, 1, _ARGUMENTS)[0]
