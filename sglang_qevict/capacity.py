@@ -15,6 +15,9 @@ __all__ = ["CapacityPlan", "plan_capacity"]
 _RUNNER_BYTES_PER_TOKEN = 64
 """What SGLang's eager runner allocates for each logical token of capacity."""
 
+_UNCHUNKED_SEGMENT_TOKENS = 2048
+"""Tokens between two routing points of a prompt that is too long to be routed once."""
+
 _MAX_VIEW_SHARE = 0.05
 """Views may take at most this share of the KV bytes; beyond, fewer requests run at once."""
 
@@ -101,7 +104,9 @@ def plan_capacity(
 def _row_claims(budget: WindowBudget, arena_bytes: int, chunk_tokens: int | None) -> RowClaims:
     """Claim formulas with the prompt lengths derived from what the arena holds."""
     window = budget.config.window
-    segment = -(-(chunk_tokens or 2048) // window) * window
+    if chunk_tokens is None or chunk_tokens < 1:  # chunked prefill is off
+        chunk_tokens = _UNCHUNKED_SEGMENT_TOKENS
+    segment = -(-chunk_tokens // window) * window
     exact = budget.config.exact_prefill_tokens
     if exact is None:
         token_bytes = budget.num_layers * budget.full_bytes // window
