@@ -15,7 +15,17 @@ from sglang_qevict.flags import OPTIONS, config_from
 from sglang_qevict.refusals import refused_flags, refused_model
 from sglang_qevict.runtime import NAME, config_of
 
-__all__ = ["apply_command_line", "check_model", "exit_with", "from_keywords"]
+__all__ = [
+    "REFUSED_STATUS",
+    "apply_command_line",
+    "check_model",
+    "exit_with",
+    "from_keywords",
+    "is_command_line",
+]
+
+REFUSED_STATUS = 2
+"""Exit status of a refusal, as of argparse's own."""
 
 _KEYWORDS = ("kv_tiering", "kv_tiering_prefix_reuse", *(option.dest for option in OPTIONS))
 
@@ -51,7 +61,7 @@ def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
     problem = _problem_with(model_config_of(server_args), config)
     if problem is None:
         return
-    if getattr(server_args, "_kv_tiering_cli", False):
+    if is_command_line(server_args):
         exit_with(problem)
     raise ValueError(problem)
 
@@ -106,7 +116,12 @@ def _attach(server_args: Any, name: str, value: Any) -> None:
     msgspec.Struct.__setattr__(server_args, name, value)
 
 
+def is_command_line(server_args: Any) -> bool:
+    """True if SGLang's record comes from a command line, and not from ``sglang.Engine``."""
+    return getattr(server_args, "_kv_tiering_cli", False)
+
+
 def exit_with(sentence: str) -> NoReturn:
-    """End the process with one sentence on stderr and status 2, as argparse does."""
-    print(f"sglang-qevict: error: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
+    """End the process with one sentence on stderr and ``REFUSED_STATUS``."""
+    print(f"sglang-qevict: error: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(REFUSED_STATUS)

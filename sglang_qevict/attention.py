@@ -13,6 +13,7 @@ from qevict_kernels import make_kernels
 from qevict_tiers.manager import TierManager
 from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
+from sglang_qevict.launch import refusing
 from sglang_qevict.rotary import find_rotary
 from sglang_qevict.runtime import runtime
 from sglang_qevict.state import Chunk, TieringState
@@ -55,11 +56,12 @@ class QEvictAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         require_hooks()
-        _require_plain_attention(runner.model)
         plan = runtime.require_plan()
         pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
-        rotary = find_rotary(runner.model, runner.device)
-        rotary.require_linear()
+        with refusing(runner.server_args):
+            _require_plain_attention(runner.model)
+            rotary = find_rotary(runner.model, runner.device)
+            rotary.require_linear()
         manager = TierManager(
             plan.budget,
             make_kernels(plan.budget.geometry, rotary, torch.device(runner.device)),

@@ -17,6 +17,7 @@ from sglang_qevict import arguments
 from sglang_qevict.admission import project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
+from sglang_qevict.launch import refusing, watch_schedulers
 from sglang_qevict.runtime import config_of, runtime
 
 __all__ = ["HOOKS", "register_hooks", "require_hooks"]
@@ -34,6 +35,8 @@ def add_cli_args(result: None, parser: Any) -> None:
 def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
     """The parsed flags ride on SGLang's record to every process."""
     arguments.apply_command_line(server_args, vars(args))
+    if config_of(server_args) is not None:
+        watch_schedulers()
     return server_args
 
 
@@ -60,16 +63,17 @@ def config_from_budget(
     )
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
     token_bytes = budget.num_layers * budget.full_bytes // config.window
-    runtime.plan = plan_capacity(
-        budget,
-        total_bytes=pool_config.max_total_num_tokens * token_bytes,
-        context_tokens=model.context_len,
-        chunk_tokens=get_schedule().chunked_prefill_size,
-        max_running_requests=get_schedule().max_running_requests,
-        default_running_requests=(
-            _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
-        ),
-    )
+    with refusing(configurator.server_args):
+        runtime.plan = plan_capacity(
+            budget,
+            total_bytes=pool_config.max_total_num_tokens * token_bytes,
+            context_tokens=model.context_len,
+            chunk_tokens=get_schedule().chunked_prefill_size,
+            max_running_requests=get_schedule().max_running_requests,
+            default_running_requests=(
+                _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
+            ),
+        )
     return replace(pool_config, max_total_num_tokens=runtime.plan.max_tokens)
 
 
