@@ -30,7 +30,6 @@ LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 
 _START_SECONDS = 240.0
 _STOP_SECONDS = 30.0
-_REQUEST_SECONDS = 300.0
 
 
 class ServerFailed(RuntimeError):
@@ -46,6 +45,7 @@ class Server:
         env: variables to add to this process's own.
         command: `SERVE` or `LAUNCH_SERVER`.
         model: a model directory; the embedded model if None.
+        request_seconds: how long a request may take.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Server:
         env: Mapping[str, str] | None = None,
         command: Sequence[str] = SERVE,
         model: Path | None = None,
+        request_seconds: float = 300,
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -64,7 +65,7 @@ class Server:
         self._env = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._session_id: int | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=_REQUEST_SECONDS)
+        self._client = httpx.Client(base_url=self.url, timeout=request_seconds)
 
     # --- life ---
 

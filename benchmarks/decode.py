@@ -1,0 +1,186 @@
+"""Time per output token: stock SGLang against tiering, at several contexts and batches.
+
+Both servers hold the same batch at the same time, and only one of them runs (the other is
+suspended). They take turns, some steps each, so that a change of the machine meets both.
+A figure is the mean over the steps of a turn, which include routing events at their true
+frequency, and the median over the turns. All requests of a batch are streamed and decode
+in all measured steps. Context is counted in the middle of the measurement.
+
+ratio           stock's time per output token divided by ours
+marginal_ratio  the same for the part that grows with context: differences from the shortest
+                context at the same batch
+
+Where llama-cpp-python and the model's GGUF file are at hand, llama.cpp is measured too, alone
+at batch 1, and the slopes per 1,000 tokens of context are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from report import (
+    Column,
+    ForeignLoad,
+    Row,
+    Target,
+    begin,
+    parser,
+    print_table,
+    print_targets,
+    spread,
+    write_json,
+)
+from servers import NAMES, STOCK, TIERED, Batch, Servers, Texts
+from tqdm import tqdm
+
+CONTEXTS = (200, 1024, 4700, 7000)
+BATCHES = (1, 4, 8)
+SHORTEST = CONTEXTS[0]
+TURN_STEPS = 24
+"""A multiple of Omega, the steps between two routing events."""
+
+COLUMNS = (
+    Column("context", "context", "d"),
+    Column("batch", "batch", "d"),
+    Column("stock_ms", "stock ms"),
+    Column("tiered_ms", "ours ms"),
+    Column("ratio", "ratio", ".2f"),
+    Column("marginal_ratio", "marginal", ".1f"),
+    Column("spread", "spread", ".1%"),
+    Column("foreign_cores", "others", ".2f"),
+)
+TARGETS = (
+    *(Target("ratio", 0.97, {"context": SHORTEST, "batch": batch}) for batch in BATCHES),
+    Target("ratio", 2.5, {"context": 4700, "batch": 4}),
+    Target("ratio", 5, {"context": 7000, "batch": 8}),
+    Target("marginal_ratio", 8, {"context": 4700, "batch": 4}),
+    Target("marginal_ratio", 10, {"context": 7000, "batch": 8}),
+)
+
+
+def measure(servers: Servers, texts: Texts, context: int, batch: int, turns: int, bar: tqdm) -> Row:
+    """One cell of the table."""
+    # Turns and settling; the middle of them is at ``context`` tokens.
+    generated = turns * (TURN_STEPS + 3) + 16
+    prompts = [texts.prompt(context - generated // 2) for _ in range(batch)]
+    batches: dict[str, Batch] = {}
+    for name in NAMES:
+        bar.set_postfix_str(f"{context} x {batch}: {name} prefills")
+        with servers.running(name) as server:
+            batches[name] = Batch(server, prompts, generated)
+            batches[name].start()
+            bar.update()
+    load = ForeignLoad(servers.processes)
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    for turn in range(turns):
+        bar.set_postfix_str(f"{context} x {batch}: turn {turn + 1} of {turns}")
+        for name in NAMES if turn % 2 else NAMES[::-1]:
+            with servers.running(name):
+                times[name].append(statistics.mean(batches[name].steps(TURN_STEPS)))
+        bar.update()
+    foreign = load.cores()
+    for name in NAMES:
+        with servers.running(name):
+            batches[name].finish()
+    stock, tiered = (statistics.median(times[name]) for name in NAMES)
+    return {
+        "context": context,
+        "batch": batch,
+        "stock_ms": stock * 1e3,
+        "tiered_ms": tiered * 1e3,
+        "ratio": stock / tiered,
+        "spread": max(spread(times[name]) for name in NAMES),
+        "foreign_cores": foreign,
+        "turns_ms": {name: [x * 1e3 for x in times[name]] for name in NAMES},
+    }
+
+
+def add_marginal_ratios(rows: list[Row]) -> None:
+    """Compare growth over the shortest context, where ours grew at all."""
+    base = {row["batch"]: row for row in rows if row["context"] == SHORTEST}
+    for row in rows:
+        first = base.get(row["batch"])
+        if first is None or first is row:
+            continue
+        stock, ours = (row[k] - first[k] for k in ("stock_ms", "tiered_ms"))
+        row["marginal_ratio"] = stock / ours if ours > 0 else None
+
+
+def slope(points: dict[int, float]) -> float:
+    """Milliseconds for 1,000 tokens more of context, by least squares."""
+    regression = statistics.linear_regression(list(points), list(points.values()))
+    return regression.slope * 1e3
+
+
+def measure_llama_cpp(python: str, contexts: list[int], quick: bool) -> dict[int, float] | str:
+    """llama.cpp's milliseconds per token by context, or why there are none."""
+    script = Path(__file__).with_name("llama_cpp_decode.py")
+    command = [python, str(script), *map(str, contexts), *(["--quick"] if quick else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return f"llama.cpp was not measured: {done.stdout.strip() or 'it failed'}"
+    return {int(context): ms for context, ms in json.loads(done.stdout).items()}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    contexts = options.context or ([200, 4700] if options.quick else list(CONTEXTS))
+    batches = options.batch or ([1, 4] if options.quick else list(BATCHES))
+    turns = options.turns or (3 if options.quick else 5)
+    machine = begin(options)
+    cells = [(context, batch) for batch in batches for context in contexts]
+    rows: list[Row] = []
+    llama: dict[int, float] | str = "llama.cpp was not measured: needs batch 1"
+    with Servers(budget=options.budget) as servers:
+        with servers.running(STOCK) as server:
+            texts = Texts(server)
+        with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
+            for context, batch in cells:
+                rows.append(measure(servers, texts, context, batch, turns, bar))
+        if 1 in batches and not options.quick:
+            llama = measure_llama_cpp(options.llama_cpp, contexts, options.quick)
+    add_marginal_ratios(rows)
+    rows.sort(key=lambda row: (row["context"], row["batch"]))
+    print_table(rows, COLUMNS)
+    print_targets(rows, TARGETS)
+    slopes = {}
+    if isinstance(llama, str):
+        print(llama)
+    else:
+        alone = {row["context"]: row for row in rows if row["batch"] == 1}
+        slopes = {name: slope({c: row[f"{name}_ms"] for c, row in alone.items()}) for name in NAMES}
+        slopes["llama_cpp"] = slope(llama)
+        print(
+            "llama.cpp: "
+            + ", ".join(f"{ms:.1f} ms at {context}" for context, ms in llama.items())
+            + "\nms for each 1,000 tokens of context at batch 1: "
+            + ", ".join(f"{name} {value:.2f}" for name, value in slopes.items())
+        )
+        ratio = slopes["llama_cpp"] / slopes[TIERED]
+        print_targets([{"slope_ratio": ratio}], [Target("slope_ratio", 4, {})])
+    write_json(options.json, machine, rows, slopes_ms_per_1000_tokens=slopes)
+
+
+def main() -> None:
+    """Parse options and run."""
+    options = parser(__doc__)
+    options.add_argument("--context", type=int, action="append", help="tokens; may be repeated")
+    options.add_argument("--batch", type=int, action="append", help="requests; may be repeated")
+    options.add_argument("--turns", type=int, help="turns of each server (default: 5)")
+    options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
+    options.add_argument(
+        "--llama-cpp",
+        metavar="PYTHON",
+        default=sys.executable,
+        help="a Python that can import llama_cpp (default: this one)",
+    )
+    run(options.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""A stock and a tiered server side by side, of which only the one that is measured runs.
+
+An idle SGLang scheduler spins on a core. So the server that waits is suspended (SIGSTOP), even
+in the middle of a generation: both hold their batch, and measurements take turns.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from sglang_qevict.local_server import Server
+
+FLAGS = (
+    *("--device", "cpu"),
+    *("--page-size", "8"),
+    *("--max-total-tokens", "65536"),
+    *("--max-running-requests", "64"),
+    *("--chunked-prefill-size", "8192"),
+    *("--watchdog-timeout", "3600"),
+    "--enable-metrics",
+)
+"""What both servers get, as in configs/serve.yaml; a suspended server needs a patient watchdog."""
+
+STOCK, TIERED = "stock", "tiered"
+NAMES = (STOCK, TIERED)
+
+_SETTLE_STEPS = 3
+"""Steps after a resumption that are not measured: a suspended one, and cold caches."""
+
+
+def tiering_flags(name: str, budget: float) -> tuple[str, ...]:
+    """The flags in which the two servers differ."""
+    if name == STOCK:
+        return ("--kv-tiering", "none")
+    return ("--kv-tiering", "qevict", "--kv-tiering-budget", f"{budget:g}")
+
+
+class Servers:
+    """Servers by name, ``flags`` for all; a context manager that leaves nothing behind."""
+
+    def __init__(self, *flags: str, budget: float, names: Sequence[str] = NAMES) -> None:
+        self._logs = tempfile.TemporaryDirectory(prefix="qevict-bench-")
+        self._servers = {
+            name: Server(
+                *FLAGS,
+                *tiering_flags(name, budget),
+                *flags,
+                log_path=Path(self._logs.name) / f"{name}.log",
+                env={"HF_HUB_OFFLINE": "1"},
+                request_seconds=3600,
+            )
+            for name in names
+        }
+
+    def __enter__(self) -> Servers:
+        try:
+            for name, server in self._servers.items():
+                print(f"starting the {name} server", flush=True)
+                server.start()
+                warm_up(server)
+                server.suspend()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+        self._logs.cleanup()
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of all servers."""
+        return [process for server in self._servers.values() for process in server.processes()]
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[Server]:
+        """The one server that runs within the block."""
+        server = self._servers[name]
+        server.resume()
+        try:
+            yield server
+        finally:
+            server.suspend()
+
+
+def warm_up(server: Server) -> None:
+    """Compile and touch what the first requests would pay for."""
+    for length in (16, 700, 2100):
+        server.generate([1000 + i % 7000 for i in range(length)], max_new_tokens=12)
+    server.flush_cache()
+
+
+class Texts:
+    """Token ids of real English text: Python's own help topics, about 110,000 tokens."""
+
+    def __init__(self, server: Server) -> None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics.values())
+        body = {"model": "default", "prompt": text}
+        self._ids: list[int] = server.post("/tokenize", body)["tokens"]
+        self._next = 0
+
+    def prompt(self, tokens: int) -> list[int]:
+        """The next passage of so many tokens, each time another one until the text is used up."""
+        if self._next + tokens > len(self._ids):
+            self._next = (self._next + 611) % 997
+        start = self._next
+        self._next += tokens
+        return self._ids[start : start + tokens]
+
+
+class Batch:
+    """Requests sent together and streamed; the caller pulls their steps one by one."""
+
+    def __init__(self, server: Server, prompts: Sequence[Sequence[int]], max_new_tokens: int):
+        self._server = server
+        self._prompts = prompts
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=3600)
+        self._max_new_tokens = max_new_tokens
+
+    def start(self) -> None:
+        """Send the requests; returns when all are decoding."""
+        body = {
+            "input_ids": [list(prompt) for prompt in self._prompts],
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": self._max_new_tokens,
+                "ignore_eos": True,
+            },
+            "stream": True,
+        }
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", "/generate", json.dumps(body), headers)
+        self._response = self._connection.getresponse()
+        waiting = set(range(len(self._prompts)))
+        while waiting:
+            waiting.discard(self._event()[0])
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each of the next ``count`` decode steps, after a few to settle.
+
+        A step is what lies between two tokens of the first request; the others take part in it.
+        """
+        for _ in range(_SETTLE_STEPS):
+            tokens, since = self._token()
+        durations: list[float] = []
+        while len(durations) < count:
+            now_tokens, now = self._token()
+            passed = now_tokens - tokens
+            durations += [(now - since) / passed] * passed
+            tokens, since = now_tokens, now
+        return durations[:count]
+
+    def finish(self) -> None:
+        """Hang up, which aborts what is left, and wait until the server is idle."""
+        self._response.close()
+        self._connection.close()
+        self._server.flush_cache(60)
+
+    def _token(self) -> tuple[int, float]:
+        """The first request's next event: its tokens so far, and when it came."""
+        while True:
+            index, tokens, now = self._event()
+            if index == 0:
+                return tokens, now
+
+    def _event(self) -> tuple[int, int, float]:
+        while True:
+            line = self._response.readline()
+            now = time.perf_counter()
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                return event.get("index", 0), event["meta_info"]["completion_tokens"], now
+            if not line or line.startswith(b"data: [DONE]"):
+                raise RuntimeError("the batch ended before it was measured")
