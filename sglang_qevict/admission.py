@@ -38,6 +38,7 @@ class TieredPrefillBudget(PrefillBudget):
         self._ledger = ledger
         self._candidate = _Candidate(0, 0)
         self._admitted = _Candidate(0, 0)
+        self._truncates = False
         self._has_truncated = False
 
     def check_prefill(
@@ -67,6 +68,7 @@ class TieredPrefillBudget(PrefillBudget):
         if truncated and self._has_truncated:
             # SGLang can carry one unfinished prompt from pass to pass, not two.
             return True, 0
+        self._truncates = truncated
         claims = self._ledger.claims
         self._candidate = _Candidate(
             prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated and start == 0)),
@@ -102,6 +104,7 @@ class TieredPrefillBudget(PrefillBudget):
             **others,
         )
         if not is_chunked_continuation:
+            self._has_truncated |= self._truncates
             self._admitted = _Candidate(
                 *(a + b for a, b in zip(self._admitted, self._candidate, strict=True))
             )

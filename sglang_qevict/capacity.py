@@ -15,9 +15,6 @@ __all__ = ["CapacityPlan", "plan_capacity"]
 _RUNNER_BYTES_PER_TOKEN = 64
 """What SGLang's eager runner allocates for each logical token of capacity."""
 
-_UNCHUNKED_SEGMENT_TOKENS = 2048
-"""Tokens between two routing points of a prompt that is too long to be routed once."""
-
 _MAX_VIEW_SHARE = 0.05
 """Views may take at most this share of the KV bytes; beyond, fewer requests run at once."""
 
@@ -88,7 +85,7 @@ def plan_capacity(
     arena_bytes = int((rest - (num_pages + 1) * page_table_bytes) / slot_bytes)
     arena_bytes -= arena_bytes % 64
 
-    claims = _row_claims(budget, arena_bytes, chunk_tokens)
+    claims = _row_claims(budget, arena_bytes, context_tokens, chunk_tokens)
     smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
     if num_pages < 1 or arena_bytes < smallest:
         needed = int(1.1 * smallest + 2 * (row_bytes + 4 * context_tokens))
@@ -101,16 +98,20 @@ def plan_capacity(
     return CapacityPlan(total_bytes, arena_bytes, num_pages, num_rows, max_windows, claims)
 
 
-def _row_claims(budget: WindowBudget, arena_bytes: int, chunk_tokens: int | None) -> RowClaims:
+def _row_claims(
+    budget: WindowBudget, arena_bytes: int, context_tokens: int, chunk_tokens: int | None
+) -> RowClaims:
     """Claim formulas with the prompt lengths derived from what the arena holds."""
-    window = budget.config.window
-    if chunk_tokens is None or chunk_tokens < 1:  # chunked prefill is off
-        chunk_tokens = _UNCHUNKED_SEGMENT_TOKENS
-    segment = -(-chunk_tokens // window) * window
-    exact = budget.config.exact_prefill_tokens
+    config = budget.config
+    if chunk_tokens is None or chunk_tokens < 1:
+        # Chunked prefill is off: every prompt is one chunk, however long.
+        longest = budget.num_windows(max(context_tokens, config.min_context)) * config.window
+        return RowClaims(budget, exact_prefill_tokens=longest, segment_tokens=longest)
+    exact = config.exact_prefill_tokens
     if exact is None:
-        token_bytes = budget.num_layers * budget.full_bytes // window
-        exact = max(budget.config.min_context, arena_bytes // 2 // token_bytes)
+        token_bytes = budget.num_layers * budget.full_bytes // config.window
+        exact = max(config.min_context, arena_bytes // 2 // token_bytes)
+    segment = budget.num_windows(chunk_tokens) * config.window
     return RowClaims(budget, exact_prefill_tokens=exact, segment_tokens=segment)
 
 

@@ -197,6 +197,19 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
             f"--page-size must equal --kv-tiering-window ({config.window}), got "
             f"{server_args.page_size}: drop --page-size"
         )
+    chunk_tokens = server_args.chunked_prefill_size
+    if chunk_tokens is None:
+        return
+    if chunk_tokens > 0 and chunk_tokens % config.window:
+        yield (
+            f"--chunked-prefill-size must be a multiple of --kv-tiering-window ({config.window}), "
+            f"or -1 for no chunks, got {chunk_tokens}"
+        )
+    if chunk_tokens < 1 and config.exact_prefill_tokens is not None:
+        yield (
+            "--kv-tiering-exact-prefill-tokens routes longer prompts chunk by chunk, but "
+            f"--chunked-prefill-size {chunk_tokens} allows no chunks: drop one of the two"
+        )
 
 
 def refused_model(model_config: Any) -> Iterator[str]:
