@@ -63,8 +63,11 @@ def _layers(text: str) -> frozenset[int]:
     for part in filter(None, text.replace(" ", "").split(",")):
         if part == "none":
             continue
-        first, _, last = part.partition("-")
-        layers.update(range(int(first), int(last or first) + 1))
+        first, is_range, last = part.partition("-")
+        numbers = range(int(first), int(last if is_range else first) + 1)
+        if not numbers:
+            raise ValueError(f"no layers from {first} to {last}")
+        layers.update(numbers)
     return frozenset(layers)
 
 
@@ -143,6 +146,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
+_REUSE = f"{PREFIX}-prefix-reuse"
 _TIERING_HELP = "Keep the KV cache in tiers: FULL, coded (INT2 or INT4) and evicted windows."
 _REUSE_HELP = (
     "Reuse of a finished request's windows by later requests with the same prefix. "
@@ -177,7 +181,7 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
             default=None,
             help=f"{option.help} Range: {option.allowed}; default: {option.default_text}.",
         )
-    group.add_argument(f"--{PREFIX}-prefix-reuse", choices=["off"], default=None, help=_REUSE_HELP)
+    group.add_argument(f"--{_REUSE}", choices=["off"], default=None, help=_REUSE_HELP)
 
 
 def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
@@ -190,9 +194,12 @@ def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
     if mode not in ("none", "qevict"):
         raise ValueError(f"--{PREFIX} must be none or qevict, got {mode!r}")
     given = {o: values[o.dest] for o in OPTIONS if values.get(o.dest) is not None}
+    reuse = values.get(_REUSE.replace("-", "_"))
+    if reuse not in (None, "off"):
+        raise ValueError(f"--{_REUSE} must be off, got {reuse!r}")
     if mode == "none":
-        if given:
-            flags = ", ".join(option.flag for option in given)
+        flags = ", ".join([o.flag for o in given] + ([f"--{_REUSE}"] if reuse else []))
+        if flags:
             raise ValueError(f"{flags} has no effect without --{PREFIX} qevict: add it")
         return None
     return TieringConfig(

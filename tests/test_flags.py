@@ -1,0 +1,192 @@
+"""The flags: one for each field of the configuration, with a range, a default and clear errors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from command_line import make_parser
+from qevict_kernels.layout import ParamFormat
+from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from sglang_qevict.flags import OPTIONS, Option, add_flags, config_from
+
+ON = {"kv_tiering": "qevict"}
+
+# A value that is not the default, as typed, and what it becomes.
+VALUES: dict[str, tuple[str, object]] = {
+    "budget": ("0.35", Fraction(7, 20)),
+    "quant_fraction": ("0", Fraction(0)),
+    "window": ("16", 16),
+    "route_every": ("4", 4),
+    "sink": ("0", 0),
+    "local": ("64", 64),
+    "key_bits": ("4", 4),
+    "value_bits": ("4", 4),
+    "params": ("fp16", ParamFormat.FP16),
+    "prefill_scores": ("all", PrefillScores.ALL),
+    "promote": ("dequantize", Promotion.DEQUANTIZE),
+    "min_context": ("1024", 1024),
+    "exact_prefill_tokens": ("4096", 4096),
+    "full_layers": ("0,2-4", frozenset({0, 2, 3, 4})),
+}
+
+# Values outside the range; one that is no number at all where a number is wanted.
+WRONG: list[tuple[str, str]] = [
+    *(("budget", text) for text in ("0", "-0.2", "1.01", "20%", "nan", "inf", "1/0", "")),
+    *(("quant-fraction", text) for text in ("-0.1", "1.1", "all")),
+    *(("window", text) for text in ("0", "1", "7", "64", "8.0", "eight")),
+    *(("route-every", text) for text in ("0", "-8", "1.5")),
+    *(("sink", text) for text in ("-1", "x")),
+    *(("local", text) for text in ("0", "-32")),
+    *(("key-bits", text) for text in ("0", "1", "3", "8")),
+    *(("value-bits", text) for text in ("1", "16")),
+    *(("min-context", text) for text in ("0", "36", "-1")),
+    *(("exact-prefill-tokens", text) for text in ("0", "511", "many")),
+    *(("full-layers", text) for text in ("-1", "0,x", "3-", "-3", "4-2", "0;1")),
+    ("params", "int8"),
+    ("promote", "restore"),
+    ("prefill-scores", "first"),
+]
+
+
+def test_each_field_of_the_configuration_has_exactly_one_flag() -> None:
+    fields = [field.name for field in dataclasses.fields(TieringConfig)]
+    assert sorted(option.field for option in OPTIONS) == sorted(fields)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_flag_is_named_as_its_field(option: Option) -> None:
+    assert option.flag == "--kv-tiering-" + option.field.replace("_", "-")
+    assert option.dest == "kv_tiering_" + option.field
+
+
+def _actions() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, when_on=lambda: None)
+    return {action.option_strings[0]: action for action in parser._actions}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_help_of_a_flag_tells_range_and_default(option: Option) -> None:
+    text = _actions()[option.flag].help or ""
+    assert text.startswith(option.help)
+    assert f"Range: {option.allowed}; default: {option.default_text}." in text
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_the_default_that_help_tells_is_the_default(option: Option) -> None:
+    if option.default is None:
+        assert option.default_text == "derived"
+    else:
+        assert option.parse(option.default_text) == option.default
+
+
+def test_help_of_all_flags_is_formatted_without_an_error() -> None:
+    # argparse expands % in help texts only when it prints them.
+    text = make_parser().format_help()
+    for option in OPTIONS:
+        assert option.flag in text
+    assert "--kv-tiering {none,qevict}" in text
+
+
+def test_no_flag_abbreviates_or_shadows_one_of_sglang() -> None:
+    parser = argparse.ArgumentParser()
+    from sglang.srt.server_args import ServerArgs
+
+    ServerArgs.add_cli_args(parser)
+    taken = {text for action in parser._actions for text in action.option_strings}
+    assert not taken & set(_actions()) - {"-h"}
+
+
+def test_nothing_given_means_no_tiering() -> None:
+    assert config_from({}) is None
+    assert config_from({"kv_tiering": "none"}) is None
+    assert config_from({"kv_tiering": None}) is None
+
+
+def test_the_mode_alone_means_the_defaults() -> None:
+    assert config_from(ON) == TieringConfig()
+
+
+def test_every_option_has_a_value_here() -> None:
+    assert set(VALUES) == {option.field for option in OPTIONS}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_value_reaches_its_field_and_no_other(option: Option) -> None:
+    text, value = VALUES[option.field]
+    expected = dataclasses.replace(TieringConfig(), **{option.field: value})
+    assert expected != TieringConfig()
+    assert config_from({**ON, option.dest: text}) == expected
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_a_keyword_may_have_the_values_own_type(option: Option) -> None:
+    text, value = VALUES[option.field]
+    if isinstance(value, ParamFormat | PrefillScores | Promotion):
+        given: Any = value.value
+    elif isinstance(value, Fraction):
+        given = float(value)
+    elif isinstance(value, frozenset):
+        given = text
+    else:
+        given = value
+    assert config_from({**ON, option.dest: given}) == config_from({**ON, option.dest: text})
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG)
+def test_a_value_out_of_range_is_named_with_its_flag_and_the_range(name: str, text: str) -> None:
+    (option,) = (option for option in OPTIONS if option.name == name)
+    with pytest.raises(ValueError, match=f"^{option.flag} must be .+, got ") as error:
+        config_from({**ON, option.dest: text})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_an_option_without_the_mode_is_an_error_that_names_both(option: Option) -> None:
+    with pytest.raises(ValueError, match="has no effect without --kv-tiering qevict: add it") as e:
+        config_from({option.dest: VALUES[option.field][0]})
+    assert str(e.value).startswith(option.flag)
+
+
+def test_prefix_reuse_without_the_mode_is_an_error_too() -> None:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-prefix-reuse has no effect"):
+        config_from({"kv_tiering_prefix_reuse": "off"})
+
+
+def test_prefix_reuse_can_only_be_off() -> None:
+    with pytest.raises(ValueError, match="prefix-reuse must be off, got 'on'"):
+        config_from({**ON, "kv_tiering_prefix_reuse": "on"})
+
+
+def test_an_unknown_mode_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="must be none or qevict, got 'on'"):
+        config_from({"kv_tiering": "on"})
+
+
+@pytest.mark.parametrize("flag", ["--kv-tiering", "--kv-tiering-params", "--kv-tiering-promote"])
+def test_argparse_refuses_an_unknown_choice_with_the_choices(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        make_parser().parse_args(["--model-path", "x", flag, "else"])
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {flag}: invalid choice: 'else'" in message
+    assert "choose from" in message
+
+
+@pytest.mark.slow
+def test_launch_server_shows_the_flags_in_its_help() -> None:
+    # `sglang serve --help` prints before it loads plugins, so it can't.
+    command = [sys.executable, "-m", "sglang.launch_server", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for option in OPTIONS:
+        assert option.flag in result.stdout
