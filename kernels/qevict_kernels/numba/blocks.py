@@ -43,6 +43,8 @@ __all__ = [
     "load_query",
     "merge_partials",
     "partial_floats",
+    "prefetch_coded",
+    "prefetch_full",
     "softmax",
 ]
 
@@ -79,18 +81,25 @@ def _load_query(
 
 
 @vector_function
+def _prefetch_full(e: Emitter, spec: Spec, keys: ir.Value) -> None:
+    e.prefetch(keys, 2 * spec.window * spec.head_dim, locality=2)
+
+
+@vector_function
+def _prefetch_coded(e: Emitter, spec: Spec, record: ir.Value, base: ir.Value) -> None:
+    e.prefetch(record, spec.record.payload_bytes, locality=2)
+    e.prefetch(base, 4 * spec.rotary_dim, locality=2)
+
+
+@vector_function
 def _full_logits(
     e: Emitter,
     spec: Spec,
     keys: ir.Value,
     query: ir.Value,
     logits: ir.Value,
-    keys_ahead: ir.Value,
-    values_ahead: ir.Value,
 ) -> None:
     dim, group = spec.head_dim, min(spec.window, 8)
-    e.prefetch(keys_ahead, 2 * spec.window * dim)
-    e.prefetch(values_ahead, 2 * spec.window * dim, locality=2)
     with e.loop(spec.window // group) as index:
         start = e.b.mul(index, I64(group))
         place = e.offset(keys, e.b.mul(start, I64(2 * dim)))
@@ -114,13 +123,9 @@ def _coded_logits(
     base: ir.Value,
     offsets: ir.Value,
     logits: ir.Value,
-    ahead: ir.Value,
-    base_ahead: ir.Value,
 ) -> None:
     lanes, half, dim = rotary_lanes(e, spec), spec.rotary_dim // 2, spec.head_dim
     bits, group = spec.geometry.key_bits, spec.geometry.code_group
-    e.prefetch(ahead, spec.record.payload_bytes)
-    e.prefetch(base_ahead, 4 * spec.rotary_dim)
     rotated = _rotate_query(e, spec, query, base)
     scales, zeros = _key_params(e, spec, record)
     with e.loop(spec.window // group) as index:
@@ -471,28 +476,30 @@ def load_query(ctx: Any, spec: Any, query: Any, factor: Any, plain: Any, split: 
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def full_logits(
-    ctx: Any, spec: Any, keys: Any, query: Any, logits: Any, keys_ahead: Any, values_ahead: Any
-) -> Any:
-    """Logits of a FULL window ``[W, D]``; prefetches the two windows ahead."""
-    return _full_logits(spec, keys, query, logits, keys_ahead, values_ahead)
+def full_logits(ctx: Any, spec: Any, keys: Any, query: Any, logits: Any) -> Any:
+    """Logits of a FULL window ``[W, D]``."""
+    return _full_logits(spec, keys, query, logits)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def coded_logits(
-    ctx: Any,
-    spec: Any,
-    record: Any,
-    query: Any,
-    base: Any,
-    offsets: Any,
-    logits: Any,
-    ahead: Any,
-    base_ahead: Any,
+    ctx: Any, spec: Any, record: Any, query: Any, base: Any, offsets: Any, logits: Any
 ) -> Any:
     """Logits of a coded window; ``base`` is its row of the rotary table, ``offsets`` holds cos,
     cos + sin and sin - cos ``[W, 3, rotary_dim / 2]`` of the positions within a window."""
-    return _coded_logits(spec, record, query, base, offsets, logits, ahead, base_ahead)
+    return _coded_logits(spec, record, query, base, offsets, logits)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_full(ctx: Any, spec: Any, keys: Any) -> Any:
+    """Ask for the keys, or the values, of a FULL window."""
+    return _prefetch_full(spec, keys)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_coded(ctx: Any, spec: Any, record: Any, base: Any) -> Any:
+    """Ask for a record and its row of the rotary table."""
+    return _prefetch_coded(spec, record, base)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

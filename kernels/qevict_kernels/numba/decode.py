@@ -11,7 +11,7 @@ the rotary table; partials cost ``partial_floats`` float32 a head and block.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -26,6 +26,8 @@ from qevict_kernels.numba.blocks import (
     load_query,
     merge_partials,
     partial_floats,
+    prefetch_coded,
+    prefetch_full,
     softmax,
 )
 from qevict_kernels.numba.memory import aligned, view
@@ -34,9 +36,10 @@ from qevict_kernels.numba.parallel import atomic_add, barrier, parallel
 __all__ = ["DECODE_ARGUMENTS", "decode_kernel"]
 
 LOG2_E = np.float32(1.4426950408889634)
-# Windows to prefetch ahead of their use.
-CODED_AHEAD = 2
-FULL_AHEAD = 2
+# Windows to prefetch, into the second cache level, ahead of their use. Slots lie anywhere: without
+# it, the time of long contexts doubles.
+CODED_AHEAD = 6
+FULL_AHEAD = 4
 NOTHING = np.float32(-np.inf)
 
 DECODE_ARGUMENTS = np.dtype(
@@ -101,7 +104,7 @@ def _worker(spec: Any, arguments: int) -> None:
         if task >= num_blocks * spec.num_kv_heads:
             break
         block, head = divmod(task, spec.num_kv_heads)
-        _attend_block(spec, a, aligned(scratch.ctypes.data), block, head)
+        _attend_block(spec, a, _scratch_of(spec, aligned(scratch.ctypes.data)), block, head)
     barrier()
     while True:
         task = atomic_add(a.counters + 8, 1)
@@ -120,80 +123,111 @@ def _worker(spec: Any, arguments: int) -> None:
     scratch[0] = 0  # keeps the scratch alive until here
 
 
+class _Scratch(NamedTuple):
+    """Addresses of the parts of one thread's scratch."""
+
+    logits: int  # float32 [group, BLOCK, window]
+    plain: int  # the group's queries, float32 [group, dim]
+    split: int  # the same in split order (see ``windows``)
+    keys: int  # int64 [BLOCK], addresses of keys or records
+    values: int  # int64 [BLOCK]
+    bases: int  # int64 [BLOCK], rows of the rotary table
+    factor: int  # float32, what queries are multiplied by
+    tails: int  # keys and values of windows that are not complete, padded with zeros
+
+
 @njit  # type: ignore[untyped-decorator]
-def _attend_block(spec: Any, a: Any, scratch: int, block: int, head: int) -> None:
-    """Partial results of one block for the query heads of one KV head."""
-    b, row, first, count, is_full = _locate(a, block)
+def _scratch_of(spec: Any, address: int) -> Any:
     group, dim, window = spec.group_size, spec.head_dim, spec.window
-    logits = scratch
-    plain = logits + 4 * group * BLOCK * window
+    plain = address + 4 * group * BLOCK * window
     split = plain + 4 * group * dim
-    keys = split + 4 * group * dim  # int64 addresses, as `values` and `bases`
-    values = keys + 8 * (BLOCK)
-    bases = values + 8 * (BLOCK)
-    factor = bases + 8 * (BLOCK)
-    tail = factor + 64
-    view(factor, 1, np.float32)[0] = np.float32(a.scale) * LOG2_E
-    query = a.query + 2 * (b * a.query_stride + head * group * dim)
-    load_query(spec, query, factor, plain, split)
-    partial = a.partials + 4 * partial_floats(dim) * (block * spec.num_q_heads + head * group)
-    seq_len = _seq_len(a, b)
-    key_at = view(keys, BLOCK, np.int64)
-    value_at = view(values, BLOCK, np.int64)
-    base_at = view(bases, BLOCK, np.int64)
-    listed = view(a.windows + 4 * row * a.window_stride, a.columns, np.int32)
-    pages = view(a.page_table + 4 * row * a.page_stride, a.columns, np.int32)
-    masked = False
-    if is_full:
-        slots = view(a.full_slot, 1 << 40, np.int32)
-        for i in range(count):
-            w = listed[first + i]
-            place = 2 * (slots[pages[w]] * a.slot_stride + head * window * dim)
-            key_at[i] = a.full_keys + place
-            value_at[i] = a.full_values + place
-            if seq_len < (w + 1) * window:
-                masked = True
-                # What is not written yet may be NaN, which a probability of 0 does not cancel.
-                size = 2 * dim * max(seq_len - w * window, 0)
-                _copy_padded(key_at[i], tail, size, 2 * dim * window)
-                _copy_padded(value_at[i], tail + 2 * dim * window, size, 2 * dim * window)
-                key_at[i] = tail
-                value_at[i] = tail + 2 * dim * window
-                tail += 4 * dim * window
-        for i in range(count):
-            ahead = min(i + FULL_AHEAD, count - 1)
-            full_logits(spec, key_at[i], plain, logits + 4 * i * window, key_at[ahead], value_at[i])
-    else:
-        slots = view(a.coded_slot, 1 << 40, np.int32)
-        for i in range(count):
-            w = listed[a.columns - 1 - first - i]
-            key_at[i] = a.coded + (slots[pages[w]] * spec.num_kv_heads + head) * spec.record_bytes
-            base_at[i] = a.bases + 4 * w * spec.rotary_dim
-            masked |= seq_len < (w + 1) * window
-        for i in range(count):
-            ahead = min(i + CODED_AHEAD, count - 1)
-            coded_logits(
-                spec, key_at[i], split, base_at[i], a.offsets, logits + 4 * i * window,
-                key_at[ahead], base_at[ahead],
-            )  # fmt: skip
-    if masked:
-        for i in range(count):
-            w = listed[first + i] if is_full else listed[a.columns - 1 - first - i]
-            _mask(spec, logits, i, max(seq_len - w * window, 0))
-    for i in range(count, BLOCK):
-        _mask(spec, logits, i, 0)
-    softmax(spec, logits, partial)
-    if is_full:
-        full_values(spec, values, logits, partial, count)
-    else:
-        coded_values(spec, keys, logits, partial, count)
+    keys = split + 4 * group * dim
+    values, bases, factor = keys + 8 * BLOCK, keys + 16 * BLOCK, keys + 24 * BLOCK
+    return _Scratch(address, plain, split, keys, values, bases, factor, factor + 64)
 
 
 @njit  # type: ignore[untyped-decorator]
 def _scratch_bytes(spec: Any) -> Any:
-    group, dim, window = spec.group_size, spec.head_dim, spec.window
-    logits = group * BLOCK * window
-    return 4 * (logits + 2 * group * dim) + 24 * (BLOCK) + 128 + 4 * dim * window * BLOCK
+    tails = BLOCK * 4 * spec.window * spec.head_dim
+    return _scratch_of(spec, 0).tails + tails + 64  # 64: to align
+
+
+@njit  # type: ignore[untyped-decorator]
+def _attend_block(spec: Any, a: Any, scratch: Any, block: int, head: int) -> None:
+    """Partial results of one block for the query heads of one KV head."""
+    b, _, _, count, is_full = _locate(a, block)
+    group, dim = spec.group_size, spec.head_dim
+    view(scratch.factor, 1, np.float32)[0] = np.float32(a.scale) * LOG2_E
+    query = a.query + 2 * (b * a.query_stride + head * group * dim)
+    load_query(spec, query, scratch.factor, scratch.plain, scratch.split)
+    partial = a.partials + 4 * partial_floats(dim) * (block * spec.num_q_heads + head * group)
+    if is_full:
+        _full_block_logits(spec, a, scratch, block, head)
+    else:
+        _coded_block_logits(spec, a, scratch, block, head)
+    for i in range(count, BLOCK):
+        _mask(spec, scratch.logits, i, 0)
+    softmax(spec, scratch.logits, partial)
+    if is_full:
+        full_values(spec, scratch.values, scratch.logits, partial, count)
+    else:
+        coded_values(spec, scratch.keys, scratch.logits, partial, count)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _full_block_logits(spec: Any, a: Any, scratch: Any, block: int, head: int) -> None:
+    b, row, first, count, _ = _locate(a, block)
+    window, size = spec.window, 2 * spec.window * spec.head_dim
+    keys, values = view(scratch.keys, BLOCK, np.int64), view(scratch.values, BLOCK, np.int64)
+    slots = view(a.full_slot, 1 << 40, np.int32)
+    seq_len, tails = _seq_len(a, b), scratch.tails
+    for i in range(count):
+        w, page = _window_and_page(a, row, first + i)
+        place = 2 * slots[page] * a.slot_stride + head * size
+        keys[i], values[i] = a.full_keys + place, a.full_values + place
+        if i < FULL_AHEAD:
+            prefetch_full(spec, keys[i])
+        if seq_len < (w + 1) * window:
+            # What is not written yet may be NaN, which a probability of 0 does not cancel.
+            written = 2 * spec.head_dim * max(seq_len - w * window, 0)
+            _copy_padded(keys[i], tails, written, size)
+            _copy_padded(values[i], tails + size, written, size)
+            keys[i], values[i] = tails, tails + size
+            tails += 2 * size
+    for i in range(count):
+        prefetch_full(spec, values[i])
+        if i + FULL_AHEAD < count:
+            prefetch_full(spec, keys[i + FULL_AHEAD])
+        full_logits(spec, keys[i], scratch.plain, scratch.logits + 4 * i * window)
+    if tails != scratch.tails:
+        for i in range(count):
+            w, _ = _window_and_page(a, row, first + i)
+            _mask(spec, scratch.logits, i, max(seq_len - w * window, 0))
+
+
+@njit  # type: ignore[untyped-decorator]
+def _coded_block_logits(spec: Any, a: Any, scratch: Any, block: int, head: int) -> None:
+    b, row, first, count, _ = _locate(a, block)
+    window = spec.window
+    records, bases = view(scratch.keys, BLOCK, np.int64), view(scratch.bases, BLOCK, np.int64)
+    slots = view(a.coded_slot, 1 << 40, np.int32)
+    seq_len, masked = _seq_len(a, b), False
+    for i in range(count):
+        w, page = _window_and_page(a, row, first - i)
+        records[i] = a.coded + (slots[page] * spec.num_kv_heads + head) * spec.record_bytes
+        bases[i] = a.bases + 4 * w * spec.rotary_dim
+        if i < CODED_AHEAD:
+            prefetch_coded(spec, records[i], bases[i])
+        masked |= seq_len < (w + 1) * window
+    for i in range(count):
+        if i + CODED_AHEAD < count:
+            prefetch_coded(spec, records[i + CODED_AHEAD], bases[i + CODED_AHEAD])
+        logits = scratch.logits + 4 * i * window
+        coded_logits(spec, records[i], scratch.split, bases[i], a.offsets, logits)
+    if masked:
+        for i in range(count):
+            w, _ = _window_and_page(a, row, first - i)
+            _mask(spec, scratch.logits, i, max(seq_len - w * window, 0))
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -233,16 +267,19 @@ def _add_scores(spec: Any, a: Any, scratch: int, block: int) -> None:
     partial = a.partials + 4 * partial_floats(spec.head_dim) * block * spec.num_q_heads
     block_scores(spec, partial, a.totals + 8 * b * spec.num_q_heads, scratch)
     masses = view(scratch, BLOCK, np.float32)
-    listed = view(a.windows + 4 * row * a.window_stride, a.columns, np.int32)
     scores = view(a.scores + 4 * row * a.score_stride, a.columns, np.float32)
+    step = 1 if is_full else -1
     for i in range(count):
-        w = listed[first + i] if is_full else listed[a.columns - 1 - first - i]
+        w, _ = _window_and_page(a, row, first + step * i)
         scores[w] += masses[i]
 
 
 @njit  # type: ignore[untyped-decorator]
 def _locate(a: Any, block: int) -> Any:
-    """(request, row, first window in its list, number of windows, whether FULL) of a block."""
+    """(request, row, first column of ``windows``, number of windows, whether FULL) of a block.
+
+    FULL windows follow to the right of the first column, coded windows to the left.
+    """
     b = view(a.block_request, block + 1, np.int32)[block]
     row = view(a.rows, a.batch, np.int64)[b]
     local = block - view(a.block_start, a.batch + 1, np.int64)[b]
@@ -253,7 +290,13 @@ def _locate(a: Any, block: int) -> Any:
         return b, row, first, min(BLOCK, num_full - first), True
     first = (local - full_blocks) * BLOCK
     num_coded = view(a.num_coded, row + 1, np.int32)[row]
-    return b, row, first, min(BLOCK, num_coded - first), False
+    return b, row, a.columns - 1 - first, min(BLOCK, num_coded - first), False
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _window_and_page(a: Any, row: int, column: int) -> Any:
+    w = view(a.windows + 4 * (row * a.window_stride + column), 1, np.int32)[0]
+    return w, view(a.page_table + 4 * (row * a.page_stride + w), 1, np.int32)[0]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
