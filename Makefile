@@ -1,4 +1,5 @@
 # make serve     a server with the embedded model on port 30000      (MODEL=…  another model, ARGS=…  more flags)
+# make demo      a chat about a long text, tiered and stock side by side, in about five minutes
 # make test      the quick tests                                     (make test-full  all of them)
 # make check     what CI runs: lint, format, types, import rules, tests
 
@@ -9,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 SOURCES := sglang_qevict tiers kernels tests
 
-.PHONY: install serve test test-full check format clean distclean
+.PHONY: install serve demo test test-full check format clean distclean
 
 install: $(INSTALLED)
 
@@ -27,6 +28,9 @@ else
 	@model="$$($(BIN)/sglang-qevict fetch-model)" && set -x && exec $(BIN)/sglang serve --config configs/serve.yaml \
 		--model-path "$$model" --served-model-name SmolLM2-135M-Instruct $(ARGS)
 endif
+
+demo: install
+	$(BIN)/python -m sglang_qevict.demo $(ARGS)
 
 test: install
 	$(BIN)/pytest -m "not slow" $(ARGS)
