@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from qevict_kernels import make_kernels
-from qevict_tiers.manager import TierManager
+from qevict_tiers.manager import StorePlaces, TierManager
 from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
 from sglang_qevict.launch import refusing
@@ -75,6 +75,7 @@ class QEvictAttentionBackend(AttentionBackend):
         self._manager = manager
         self._first_layer = pool.start_layer
         self._chunks: list[Chunk] = []
+        self._places: StorePlaces
         self._score_starts: torch.Tensor | None = None
         runtime.state = self._state
         requests.register_on_alloc_rows(self._state.rows_allocated)
@@ -108,8 +109,11 @@ class QEvictAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """One new token of each request: ``q`` ``[B, Hq * D]`` -> ``[B, Hq * D]``."""
         index = layer.layer_id - self._first_layer
+        if index == 0:
+            # By the first layer and not before all of them, so that a captured graph repeats it.
+            self._places = self._manager.locate(forward_batch.out_cache_loc)
         if save_kv_cache:
-            self._manager.store(index, forward_batch.out_cache_loc, k, v)
+            self._manager.store_at(index, self._places, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
         self._manager.kernels.decode(

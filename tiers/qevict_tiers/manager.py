@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,17 @@ from qevict_tiers.ledger import Counter, Counters, LedgerBytes
 from qevict_tiers.policy import Tier, route
 from qevict_tiers.views import Views
 
-__all__ = ["Occupancy", "TierManager"]
+__all__ = ["Occupancy", "StorePlaces", "TierManager"]
+
+
+class StorePlaces(NamedTuple):
+    """Where the new tokens of a launch go, in all layers.
+
+    slots: int32 ``[L, T]``, FULL slots, negative for page 0. offsets: int32 ``[T]``.
+    """
+
+    slots: torch.Tensor
+    offsets: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,10 @@ class TierManager:
         """Give pages (int64 ``[n]``) FULL copies in layers, contents undefined."""
         self.arena.full.allocate(self._owners(layers, pages).flatten())
 
+    def locate(self, locations: torch.Tensor) -> StorePlaces:
+        """Where tokens (int64 ``[T]``, ``page * W + offset``) lie, once all layers have copies."""
+        return self._locate(slice(0, self.num_layers), locations)
+
     def store(
         self, layer: int, locations: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
@@ -108,16 +123,31 @@ class TierManager:
         ``locations``: int64 ``[T]``, ``page * W + offset``; page 0 is written nowhere.
         ``keys``, ``values``: ``[T, Hkv, D]`` (or flat), keys after RoPE.
         """
+        slots, offsets = self._locate(slice(layer, layer + 1), locations)
+        self._store(slots[0], offsets, keys, values)
+
+    def store_at(
+        self, layer: int, places: StorePlaces, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """``store`` for tokens that ``locate`` found."""
+        self._store(places.slots[layer], places.offsets, keys, values)
+
+    def _locate(self, layers: slice, locations: torch.Tensor) -> StorePlaces:
+        window = self.budget.geometry.window
+        pages = torch.div(locations, window, rounding_mode="floor")
+        offsets = (locations - pages * window).to(torch.int32)
+        return StorePlaces(self._full_slot[layers, pages], offsets)
+
+    def _store(
+        self,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         geometry = self.budget.geometry
         shape = (-1, geometry.num_kv_heads, geometry.head_dim)
-        pages = torch.div(locations, geometry.window, rounding_mode="floor")
-        self.kernels.store(
-            self.full_arena,
-            self._full_slot[layer][pages],
-            (locations - pages * geometry.window).to(torch.int32),
-            keys.view(shape),
-            values.view(shape),
-        )
+        self.kernels.store(self.full_arena, slots, offsets, keys.view(shape), values.view(shape))
 
     def close(self, rows: list[int]) -> None:
         """End views: their copies are released."""
