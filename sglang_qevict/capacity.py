@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
@@ -63,11 +66,47 @@ def plan_capacity(
     Raises ``ValueError`` with what is needed if not even one request of ``min_context``
     tokens fits.
     """
-    window = budget.config.window
     max_windows = budget.num_windows(context_tokens)
+    wanted = max_running_requests or default_running_requests
+
+    def divide(total: int) -> _Division:
+        return _divide(budget, total, context_tokens, max_windows, wanted)
+
+    division = divide(total_bytes)
+    claims = _row_claims(budget, division.arena_bytes, context_tokens, chunk_tokens)
+    smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
+    if division.num_pages < 1 or division.arena_bytes < smallest:
+        needed = _smallest_total(divide, total_bytes, smallest)
+        raise ValueError(
+            f"KV tiering got {total_bytes / 2**20:.1f} MiB for the KV cache, but one request of "
+            f"{budget.config.min_context} tokens (--kv-tiering-min-context) needs "
+            f"{ceil(needed / 2**20 * 10) / 10} MiB: raise --mem-fraction-static or "
+            "--max-total-tokens, or lower --kv-tiering-min-context, --context-length or "
+            "--max-running-requests"
+        )
+    return CapacityPlan(
+        total_bytes,
+        division.arena_bytes,
+        division.num_pages,
+        division.num_rows,
+        max_windows,
+        claims,
+    )
+
+
+class _Division(NamedTuple):
+    num_rows: int
+    num_pages: int
+    arena_bytes: int
+
+
+def _divide(
+    budget: WindowBudget, total_bytes: int, context_tokens: int, max_windows: int, wanted: int
+) -> _Division:
+    """Rows for views first, then pages and the arena in the ratio of the longest contexts."""
+    window = budget.config.window
     row_bytes = Views.row_bytes(budget.num_layers, max_windows)
     affordable = int(_MAX_VIEW_SHARE * total_bytes) // row_bytes
-    wanted = max_running_requests or default_running_requests
     num_rows = max(1, min(wanted, affordable))
     # SGLang keeps one row more, for padding.
     rest = total_bytes - (num_rows + 1) * (row_bytes + 4 * context_tokens)
@@ -83,19 +122,21 @@ def plan_capacity(
     per_page = page_window_bytes * slot_bytes + page_table_bytes
     num_pages = int(rest / per_page)
     arena_bytes = int((rest - (num_pages + 1) * page_table_bytes) / slot_bytes)
-    arena_bytes -= arena_bytes % 64
+    return _Division(num_rows, num_pages, arena_bytes - arena_bytes % 64)
 
-    claims = _row_claims(budget, arena_bytes, context_tokens, chunk_tokens)
-    smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
-    if num_pages < 1 or arena_bytes < smallest:
-        needed = int(1.1 * smallest + 2 * (row_bytes + 4 * context_tokens))
-        raise ValueError(
-            f"KV tiering got {total_bytes / 2**20:.1f} MiB for the KV cache, but one request of "
-            f"{budget.config.min_context} tokens (--kv-tiering-min-context) needs "
-            f"{needed / 2**20:.1f} MiB: raise --mem-fraction-static or --max-total-tokens, or "
-            "lower --kv-tiering-min-context, --context-length or --max-running-requests"
-        )
-    return CapacityPlan(total_bytes, arena_bytes, num_pages, num_rows, max_windows, claims)
+
+def _smallest_total(divide: Callable[[int], _Division], too_small: int, arena_bytes: int) -> int:
+    """The fewest bytes, to one part in a thousand, whose arena has at least ``arena_bytes``."""
+    low, high = too_small, 2 * max(too_small, arena_bytes)
+    while divide(high).arena_bytes < arena_bytes:
+        low, high = high, 2 * high
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        if divide(middle).arena_bytes < arena_bytes:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _row_claims(

@@ -64,14 +64,20 @@ def test_a_plan_gives_more_tokens_the_smaller_the_budget_and_never_more_bytes(
     assert plan.max_windows * 8 >= context_tokens
 
 
-def test_a_memory_that_is_too_small_is_refused_with_what_suffices() -> None:
-    with pytest.raises(ValueError, match=r"got 0\.1 MiB .* needs [0-9.]+ MiB") as error:
-        make_plan(tokens=100)
+@pytest.mark.parametrize("tokens", [1, 100, 500])
+@pytest.mark.parametrize("requests", [1, 200])
+def test_a_memory_that_is_too_small_is_refused_with_what_suffices(
+    tokens: int, requests: int
+) -> None:
+    with pytest.raises(ValueError, match=r"got \d\.\d MiB .* needs [0-9.]+ MiB") as error:
+        make_plan(tokens=tokens, max_running_requests=requests)
     text = str(error.value)
     for remedy in ("--max-total-tokens", "--mem-fraction-static", "--kv-tiering-min-context"):
         assert remedy in text
-    needed = float(text.partition("needs ")[2].partition(" MiB")[0])
-    make_plan(tokens=int(needed * 2**20 / TOKEN_BYTES) + 1)
+    needed = float(text.partition("needs ")[2].partition(" MiB")[0]) * 2**20
+    make_plan(tokens=int(needed / TOKEN_BYTES), max_running_requests=requests)
+    with pytest.raises(ValueError, match="needs"):
+        make_plan(tokens=int(0.7 * needed / TOKEN_BYTES), max_running_requests=requests)
 
 
 def test_the_log_line_tells_what_is_on_and_what_it_gives() -> None:
