@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
@@ -22,6 +23,7 @@ __all__ = [
     "exit_with",
     "from_keywords",
     "is_command_line",
+    "refusing",
 ]
 
 REFUSED_STATUS = 2
@@ -64,6 +66,23 @@ def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
     if is_command_line(server_args):
         exit_with(problem)
     raise ValueError(problem)
+
+
+@contextmanager
+def refusing(server_args: Any) -> Iterator[None]:
+    """End a scheduler process with the sentence of a ``ValueError`` that is raised inside.
+
+    What memory is left and what a loaded model is made of is known in the scheduler alone.
+    There SGLang logs an exception with its traceback and has the whole server killed, which
+    remains where no launcher looks at the exit status: in ``sglang.Engine``, below a
+    data-parallel controller and in a Ray actor.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if is_command_line(server_args) and server_args.dp_size == 1 and not server_args.use_ray:
+            exit_with(str(error))
+        raise
 
 
 def _problem_with(model: Any, config: TieringConfig) -> str | None:

@@ -11,9 +11,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from qevict_kernels import make_kernels
 from qevict_tiers.manager import StorePlaces, TierManager
+from sglang_qevict.arguments import refusing
 from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
-from sglang_qevict.launch import refusing
 from sglang_qevict.rotary import find_rotary
 from sglang_qevict.runtime import runtime
 from sglang_qevict.state import Chunk, TieringState

@@ -37,7 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="show what is installed and found, and whether a server could start",
-        description="Exits with 1 when something that serving needs is missing.",
+        description="Exits with 1 when something that serving needs is missing or refused.",
+    )
+    doctor.add_argument(
+        "server_flags",
+        nargs="*",
+        metavar="-- flags",
+        help="flags of a server, as for `sglang serve`: tell what it would refuse",
     )
     doctor.set_defaults(run=_doctor)
     return parser
@@ -53,13 +59,13 @@ def _fetch_model(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from sglang_qevict.doctor import Level, diagnose
+    from sglang_qevict.doctor import diagnose
 
-    findings = diagnose()
+    findings = diagnose(args.server_flags)
     width = max(len(finding.subject) for finding in findings)
     for level, subject, detail in findings:
         print(f"{level.value:<8} {subject:<{width}}  {detail}")
-    return int(any(finding.level is Level.MISSING for finding in findings))
+    return int(any(finding.level.prevents_serving for finding in findings))
 
 
 if __name__ == "__main__":

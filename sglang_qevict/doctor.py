@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pkgutil
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +27,12 @@ class Level(Enum):
     OK = "ok"
     NOTE = "note"
     MISSING = "missing"
+    REFUSED = "refused"
+
+    @property
+    def prevents_serving(self) -> bool:
+        """True if a server could not start."""
+        return self in (Level.MISSING, Level.REFUSED)
 
 
 class Finding(NamedTuple):
@@ -76,6 +85,74 @@ def check_platform() -> Iterator[Finding]:
         yield Finding(Level.OK, "platform", name)
 
 
+def check_hooks() -> Iterator[Finding]:
+    """Whether the SGLang at hand has everything that tiering hooks; nothing is hooked here."""
+    try:
+        from sglang_qevict.hooks import HOOKS, LAUNCHER_HOOKS
+    except ImportError as error:
+        yield Finding(Level.MISSING, "hooks", f"SGLang can't be hooked: {error}")
+        return
+    targets = [target for target, _, _ in (*HOOKS, *LAUNCHER_HOOKS)]
+    missing = [target for target in targets if not _exists(target)]
+    if missing:
+        detail = f"this SGLang has no {', '.join(missing)}: install a tested one"
+        yield Finding(Level.MISSING, "hooks", detail)
+    else:
+        yield Finding(Level.OK, "hooks", f"all {len(targets)} places exist in this SGLang")
+
+
+def check_server(flags: Sequence[str]) -> Iterator[Finding]:
+    """What a server with these flags would refuse before it loads its model.
+
+    Loads SGLang's plugins and applies their hooks in this process, as a launcher does.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_qevict.hooks import HOOKS
+
+    load_plugins()
+    missing = [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        yield Finding(Level.MISSING, "hooks", f"not applied: {', '.join(missing)}")
+    else:
+        yield Finding(Level.OK, "hooks", f"all {len(HOOKS)} applied in this process")
+    yield _try_arguments(flags)
+
+
+def _try_arguments(flags: Sequence[str]) -> Finding:
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_qevict.runtime import config_of
+
+    if flags and not flags[0].startswith("-"):
+        flags = ["--model-path", *flags]
+    told = io.StringIO()
+    try:
+        # SGLang logs much of what it derives; of that only an error matters here.
+        with redirect_stderr(told), redirect_stdout(told):
+            server_args = prepare_server_args(list(flags))
+            server_args.resolve_once()
+    except SystemExit:
+        errors = [line for line in told.getvalue().splitlines() if ": error: " in line]
+        sentence = errors[-1].partition(": error: ")[2] if errors else told.getvalue().strip()
+        return Finding(Level.REFUSED, "server", sentence)
+    except (ValueError, AssertionError, OSError, ImportError, RuntimeError) as error:
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        return Finding(Level.REFUSED, "server", f"SGLang: {sentence}")
+    if config_of(server_args) is None:
+        return Finding(Level.NOTE, "server", "would start without tiering: add --kv-tiering qevict")
+    return Finding(Level.OK, "server", "would start with tiering, if its memory suffices")
+
+
+def _exists(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def check_cpu() -> Iterator[Finding]:
     """Cores that this process may use, and the vector units that the kernels can profit from."""
     flags = _cpu_flags()
@@ -105,19 +182,21 @@ def check_model() -> Iterator[Finding]:
         yield Finding(Level.OK, "embedded model", str(path))
 
 
-# In the order of the report. A check of hooks or of server flags is one more function here.
+# In the order of the report.
 CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     check_packages,
     check_platform,
+    check_hooks,
     check_cpu,
     check_memory,
     check_model,
 )
 
 
-def diagnose() -> list[Finding]:
-    """All findings, in the order of `CHECKS`."""
-    return [finding for check in CHECKS for finding in check()]
+def diagnose(server_flags: Sequence[str] = ()) -> list[Finding]:
+    """All findings, in the order of `CHECKS`; then those of a server with these flags, if any."""
+    findings = [finding for check in CHECKS for finding in check()]
+    return [*findings, *check_server(server_flags)] if server_flags else findings
 
 
 def _cpu_flags() -> set[str]:

@@ -17,10 +17,9 @@ from sglang_qevict import arguments
 from sglang_qevict.admission import project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
-from sglang_qevict.launch import refusing, watch_schedulers
 from sglang_qevict.runtime import config_of, runtime
 
-__all__ = ["HOOKS", "register_hooks", "require_hooks"]
+__all__ = ["HOOKS", "LAUNCHER_HOOKS", "register_hooks", "require_hooks"]
 
 _CPU_RUNNING_REQUESTS = 64
 _RUNNING_REQUESTS = 256
@@ -36,8 +35,26 @@ def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
     """The parsed flags ride on SGLang's record to every process."""
     arguments.apply_command_line(server_args, vars(args))
     if config_of(server_args) is not None:
-        watch_schedulers()
+        _register(LAUNCHER_HOOKS)
+        HookRegistry.apply_hooks()
     return server_args
+
+
+def launch_scheduler_processes(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A launcher ends with the status of a scheduler that refused, without a traceback."""
+    result, processes = original(*args, **kwargs)
+    wait_for_ready = result.wait_for_ready
+
+    def wait_or_exit() -> None:
+        try:
+            wait_for_ready()
+        except RuntimeError:
+            if any(process.exitcode == arguments.REFUSED_STATUS for process in processes or ()):
+                raise SystemExit(arguments.REFUSED_STATUS) from None
+            raise
+
+    result.wait_for_ready = wait_or_exit
+    return result, processes
 
 
 def config_from_budget(
@@ -63,7 +80,7 @@ def config_from_budget(
     )
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
     token_bytes = budget.num_layers * budget.full_bytes // config.window
-    with refusing(configurator.server_args):
+    with arguments.refusing(configurator.server_args):
         runtime.plan = plan_capacity(
             budget,
             total_bytes=pool_config.max_total_num_tokens * token_bytes,
@@ -126,8 +143,19 @@ def get_internal_state(result: Any, controller: Any, *args: Any, **kwargs: Any) 
     return result
 
 
+_Hook = tuple[str, Any, HookType]
 _SRT = "sglang.srt"
-HOOKS: tuple[tuple[str, Any, HookType], ...] = (
+
+LAUNCHER_HOOKS: tuple[_Hook, ...] = (
+    (
+        f"{_SRT}.entrypoints.engine.Engine._launch_scheduler_processes",
+        launch_scheduler_processes,
+        HookType.AROUND,
+    ),
+)
+"""Of a module that only launchers import: applied when a command line asks for tiering."""
+
+HOOKS: tuple[_Hook, ...] = (
     (f"{_SRT}.server_args.ServerArgs.add_cli_args", add_cli_args, HookType.AFTER),
     (f"{_SRT}.server_args.ServerArgs.from_cli_args", from_cli_args, HookType.AFTER),
     (
@@ -167,7 +195,11 @@ HOOKS: tuple[tuple[str, Any, HookType], ...] = (
 
 def register_hooks() -> None:
     """Register all hooks with SGLang, which applies them when all plugins are loaded."""
-    for target, hook, kind in HOOKS:
+    _register(HOOKS)
+
+
+def _register(hooks: tuple[_Hook, ...]) -> None:
+    for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)
 
 
