@@ -2,8 +2,9 @@
 
 Work is cut into blocks of up to ``BLOCK`` windows of one list of one request. A task is one
 (block, KV head): tasks are handed out by a shared counter, so any number of threads keeps busy, and
-each writes its own partial. After a barrier, partials are merged per (request, query head), and
-after another one the window masses of each block are added to the scores.
+each writes its own partial. Who finishes the last block of a KV head merges its partials, in the
+order of the list; who finishes the last KV head of a request adds the mass of all windows to the
+scores. So threads meet only once, at the end: on a busy machine each meeting costs a time slice.
 
 Bytes: every code and every FULL key and value is read once; per window and KV head one row of
 the rotary table; partials cost ``partial_floats`` float32 a head and block.
@@ -31,7 +32,7 @@ from qevict_kernels.numba.blocks import (
     softmax,
 )
 from qevict_kernels.numba.memory import aligned, view
-from qevict_kernels.numba.parallel import atomic_add, barrier, parallel
+from qevict_kernels.numba.parallel import atomic_add, parallel
 
 __all__ = ["DECODE_ARGUMENTS", "decode_kernel"]
 
@@ -54,7 +55,8 @@ DECODE_ARGUMENTS = np.dtype(
             "batch", "columns", "query_stride", "out_stride", "slot_stride",
             "page_stride", "window_stride", "score_stride", "wide_lens",
             # filled in by the kernel: addresses of its scratch
-            "block_start", "block_request", "partials", "totals", "counters",
+            "block_start", "block_request", "partials", "totals",
+            "next_task", "open_blocks", "open_heads",
         )
     ]
     + [("scale", np.float64)]
@@ -83,44 +85,48 @@ def decode_kernel(spec: Any, arguments: int, num_threads: int) -> Any:
     stride = partial_floats(spec.head_dim)
     partials = np.empty(num_blocks * spec.num_q_heads * stride + 16, np.float32)
     totals = np.empty(a.batch * spec.num_q_heads * 2, np.float32)
-    counters = np.zeros(3, np.int64)
+    next_task = np.zeros(1, np.int64)
+    open_blocks = np.empty((a.batch, spec.num_kv_heads), np.int64)
+    open_heads = np.full(a.batch, spec.num_kv_heads, np.int64)
     a.block_start = starts.ctypes.data
     a.block_request = requests.ctypes.data
     a.partials = aligned(partials.ctypes.data)
     a.totals = totals.ctypes.data
-    a.counters = counters.ctypes.data
+    a.next_task = next_task.ctypes.data
+    a.open_blocks = open_blocks.ctypes.data
+    a.open_heads = open_heads.ctypes.data
+    for b in range(a.batch):
+        open_blocks[b] = starts[b + 1] - starts[b]
+        if starts[b + 1] == starts[b]:  # no task will write the zeros
+            for head in range(spec.num_kv_heads):
+                _merge(spec, a, b, head)
     parallel(_worker, spec, arguments, num_threads)
     # Naming the arrays here keeps them alive while the team works on their addresses.
-    return starts.size + requests.size + partials.size + totals.size + counters.size
+    kept = starts.size + requests.size + partials.size + totals.size
+    return kept + next_task.size + open_blocks.size + open_heads.size
 
 
 @njit  # type: ignore[untyped-decorator]
 def _worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, DECODE_ARGUMENTS)[0]
-    num_blocks = view(a.block_start, a.batch + 1, np.int64)[a.batch]
-    scratch = np.empty(_scratch_bytes(spec), np.uint8)
+    starts = view(a.block_start, a.batch + 1, np.int64)
+    requests = view(a.block_request, starts[a.batch], np.int32)
+    memory = np.empty(_scratch_bytes(spec), np.uint8)
+    scratch = _scratch_of(spec, aligned(memory.ctypes.data))
     while True:
-        task = atomic_add(a.counters, 1)
-        if task >= num_blocks * spec.num_kv_heads:
+        task = atomic_add(a.next_task, 1)
+        if task >= starts[a.batch] * spec.num_kv_heads:
             break
         block, head = divmod(task, spec.num_kv_heads)
-        _attend_block(spec, a, _scratch_of(spec, aligned(scratch.ctypes.data)), block, head)
-    barrier()
-    while True:
-        task = atomic_add(a.counters + 8, 1)
-        if task >= a.batch * spec.num_q_heads:
-            break
-        request, head = divmod(task, spec.num_q_heads)
-        _merge(spec, a, request, head)
-    if a.scores == 0:
-        return
-    barrier()
-    while True:
-        block = atomic_add(a.counters + 16, 1)
-        if block >= num_blocks:
-            break
-        _add_scores(spec, a, aligned(scratch.ctypes.data), block)
-    scratch[0] = 0  # keeps the scratch alive until here
+        _attend_block(spec, a, scratch, block, head)
+        b = requests[block]
+        if atomic_add(a.open_blocks + 8 * (b * spec.num_kv_heads + head), -1) > 1:
+            continue
+        _merge(spec, a, b, head)
+        if atomic_add(a.open_heads + 8 * b, -1) == 1 and a.scores != 0:
+            for block in range(starts[b], starts[b + 1]):
+                _add_scores(spec, a, scratch, block)
+    memory[0] = 0  # keeps the scratch alive until here
 
 
 class _Scratch(NamedTuple):
@@ -249,24 +255,28 @@ def _copy_padded(source: int, target: int, num_bytes: int, size: int) -> None:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _merge(spec: Any, a: Any, request: int, head: int) -> None:
+def _merge(spec: Any, a: Any, request: int, kv_head: int) -> None:
+    """Outputs and totals of the query heads of one KV head, from all blocks of a request."""
     starts = view(a.block_start, a.batch + 1, np.int64)
-    stride = 4 * partial_floats(spec.head_dim)
-    merge_partials(
-        spec,
-        a.partials + stride * (starts[request] * spec.num_q_heads + head),
-        starts[request + 1] - starts[request],
-        a.out + 2 * (request * a.out_stride + head * spec.head_dim),
-        a.totals + 8 * (request * spec.num_q_heads + head),
-    )
+    first, stride = starts[request] * spec.num_q_heads, 4 * partial_floats(spec.head_dim)
+    for g in range(spec.group_size):
+        head = kv_head * spec.group_size + g
+        merge_partials(
+            spec,
+            a.partials + stride * (first + head),
+            starts[request + 1] - starts[request],
+            a.out + 2 * (request * a.out_stride + head * spec.head_dim),
+            a.totals + 8 * (request * spec.num_q_heads + head),
+        )
 
 
 @njit  # type: ignore[untyped-decorator]
-def _add_scores(spec: Any, a: Any, scratch: int, block: int) -> None:
+def _add_scores(spec: Any, a: Any, scratch: Any, block: int) -> None:
+    """Add the mass of the windows of one block, averaged over all query heads."""
     b, row, first, count, is_full = _locate(a, block)
     partial = a.partials + 4 * partial_floats(spec.head_dim) * block * spec.num_q_heads
-    block_scores(spec, partial, a.totals + 8 * b * spec.num_q_heads, scratch)
-    masses = view(scratch, BLOCK, np.float32)
+    block_scores(spec, partial, a.totals + 8 * b * spec.num_q_heads, scratch.logits)
+    masses = view(scratch.logits, BLOCK, np.float32)
     scores = view(a.scores + 4 * row * a.score_stride, a.columns, np.float32)
     step = 1 if is_full else -1
     for i in range(count):

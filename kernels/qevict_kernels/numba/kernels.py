@@ -110,7 +110,7 @@ class NumbaKernels:
             view.page_table.stride(0), view.windows.stride(0),
             0 if scores is None else scores.stride(0),
             seq_lens.dtype is torch.int64,
-            0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0, 0, 0,
             scale,
         )  # fmt: skip
         run = self._kernel(decode_kernel, query.dtype)

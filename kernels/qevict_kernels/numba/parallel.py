@@ -100,11 +100,14 @@ def barrier(typing_context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add to the int64 at ``address``; returns what stood there before."""
+    """Add to the int64 at ``address``; returns what stood there before.
+
+    A thread that sees another's addition sees all that was written before it.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), generate
 
