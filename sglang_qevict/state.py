@@ -194,10 +194,10 @@ class TieringState:
         for row, length in zip(rows, lengths, strict=True):
             if row not in self._view_tokens:
                 continue
-            windows, pages = self._pages(row, self._view_tokens[row], length)
-            self._view_tokens[row] = length
-            if not len(windows):
+            start, self._view_tokens[row] = self._view_tokens[row], length
+            if self.plan.budget.num_windows(start) == self.plan.budget.num_windows(length):
                 continue
+            windows, pages = self._pages(row, start, length)
             all_rows.append(torch.full_like(windows, row))
             all_windows.append(windows)
             all_pages.append(pages)

@@ -81,10 +81,11 @@ class Views:
         full, coded = tiers == Tier.FULL, tiers == Tier.CODED
         lists = torch.zeros((*tiers.shape[:2], width + 1), dtype=torch.int32, device=tiers.device)
         window = torch.arange(n, dtype=torch.int32, device=tiers.device).expand(tiers.shape)
-        from_left = full.cumsum(-1) - 1
-        from_right = width - coded.cumsum(-1)
+        # Sums of bool would be int64, which takes a CPU ten times as long.
+        from_left = full.cumsum(-1, dtype=torch.int32) - 1
+        from_right = width - coded.cumsum(-1, dtype=torch.int32)
         position = torch.where(full, from_left, torch.where(coded, from_right, width))
-        lists.scatter_(-1, position, window)
+        lists.scatter_(-1, position.to(torch.int64), window)
         self.windows[layers, rows] = lists[..., :width]
         self.num_full[layers, rows] = full.sum(-1, dtype=torch.int32)
         self.num_coded[layers, rows] = coded.sum(-1, dtype=torch.int32)
