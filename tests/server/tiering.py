@@ -1,0 +1,106 @@
+"""What tests of tiered servers share: real prompts, checks when idle, answers with their logits."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from server.harness import Server
+from sglang_qevict.models import fetch_model
+
+# A waiting scheduler would otherwise poll, and take a core from the server that is being tested.
+TIERED = ("--kv-tiering", "qevict", "--sleep-on-idle")
+
+_LICENSES = Path("/usr/share/common-licenses")
+_IDLE_SECONDS = 60.0
+
+
+@functools.cache
+def text_tokens() -> list[int]:
+    """Some 120,000 tokens of English and code: Python's help topics, and licences if installed."""
+    texts = [topics[name] for name in sorted(topics)]
+    if _LICENSES.is_dir():
+        texts += [path.read_text() for path in sorted(_LICENSES.iterdir()) if path.is_file()]
+    tokenizer = AutoTokenizer.from_pretrained(fetch_model(progress=False))
+    tokens: list[int] = tokenizer("\n\n".join(texts))["input_ids"]
+    return tokens
+
+
+def prompts(lengths: Sequence[int], start: int = 0) -> list[list[int]]:
+    """A prompt of each length, from places of the text that do not overlap."""
+    tokens, result = text_tokens(), []
+    for length in lengths:
+        result.append(tokens[start : start + length])
+        start += length
+    assert start <= len(tokens)
+    return result
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer: its tokens, and each step's best tokens with their logprobs, best first."""
+
+    tokens: list[int]
+    best: list[dict[int, float]]
+
+    def gap(self, step: int, token: int) -> float:
+        """How far a token lies below the best one; infinitely where it is none of the best."""
+        logprobs = self.best[step]
+        return max(logprobs.values()) - logprobs.get(token, -inf)
+
+
+def answer(server: Server, prompt: Sequence[int], tokens: int, num_best: int = 10) -> Answer:
+    """The answer to a prompt, as many tokens long as asked."""
+    result = server.post("/generate", _request(prompt, tokens, num_best))
+    best = [
+        {token: logprob for logprob, token, _ in sorted(step, reverse=True)}
+        for step in result["meta_info"]["output_top_logprobs"]
+    ]
+    assert len(result["output_ids"]) == len(best) == tokens
+    return Answer(result["output_ids"], best)
+
+
+def _request(prompt: Sequence[int], tokens: int, num_best: int) -> dict[str, Any]:
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": num_best,
+    }
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The step of the first different token, or None."""
+    for step, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a != b:
+            return step
+    return None
+
+
+def report(server: Server) -> dict[str, Any]:
+    """What ``/server_info`` tells of tiering; fails on a server that does not tier."""
+    result: dict[str, Any] = server.info()["internal_states"][0]["kv_tiering"]
+    return result
+
+
+def assert_idle(server: Server) -> None:
+    """Once nothing runs: no byte is held or claimed, no window is left, and the log is clean."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while (found := report(server))["requests"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found["requests"] == 0
+    held = {kind: found["bytes"][kind] for kind in ("full", "codes", "params", "alignment")}
+    assert held == {"full": 0, "codes": 0, "params": 0, "alignment": 0}
+    assert found["bytes"]["claimed"] == 0
+    assert not any(sum(layers) for layers in found["layers"].values())
+    assert found["counters"]["non_finite"] == 0
+    server.flush_cache()
+    server.assert_clean()
