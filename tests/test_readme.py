@@ -1,0 +1,37 @@
+"""The README says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sglang_qevict.flags import OPTIONS
+from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Cells of the table under a heading, without its two first lines."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[2:]]
+
+
+def test_the_table_of_flags_is_the_parser_s() -> None:
+    expected = [[f"`-{o.name}`", o.default_text, o.allowed, o.help] for o in OPTIONS]
+    assert rows_of("Flags") == expected
+
+
+def test_the_table_of_refusals_is_complete() -> None:
+    refusals = [*FLAG_REFUSALS, *MODEL_REFUSALS]
+    expected = [[f"`{r.what}`" if r.what[0] == "-" else r.what, r.reason] for r in refusals]
+    assert rows_of("What is refused") == expected
+
+
+def test_links_lead_somewhere() -> None:
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
