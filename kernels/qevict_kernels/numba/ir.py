@@ -49,8 +49,6 @@ _EXP2 = (
     0.0013398874859832266,
     0.00015353360616531228,
 )
-# Highest power of the series of log2 in s = (m - 1) / (m + 1), |s| < 0.172
-_LOG2_TERMS = 9
 
 
 class Emitter:
@@ -102,17 +100,6 @@ class Emitter:
             return self.b.fpext(self.load(pointer, offset, lanes, F16), _vector(F32, lanes))
         bits = self.zext(self.load(pointer, offset, lanes, I16))
         return self.as_float(self.shl(bits, 16))
-
-    def load_half_pairs(self, pointer: ir.Value, offset: int | ir.Value) -> tuple[Any, Any]:
-        """``2 * lanes`` bfloat16 elements as (even elements, odd elements) in float32.
-
-        One load and two cheap operations for twice the elements of ``load_half``; what is
-        multiplied with them must be split the same way.
-        """
-        both = self.load(pointer, offset, 2 * self.lanes, I16)
-        words = self.b.bitcast(both, _vector(I32, self.lanes))
-        odd = self.b.and_(words, self.splat_int(0xFFFF0000))
-        return self.as_float(self.shl(words, 16)), self.as_float(odd)
 
     def store_half(
         self, value: ir.Value, pointer: ir.Value, offset: int | ir.Value, half: str
@@ -248,22 +235,6 @@ class Emitter:
             y = self.fma(y, fraction, self.splat(coefficient, lanes))
         return self.fmul(y, self.as_float(self.shl(power, 23)))
 
-    def log2(self, x: ir.Value) -> ir.Value:
-        """log2(x) for normal x > 0, absolute error below 2**-22 (or 2 ulp)."""
-        lanes = _lanes(x)
-        bits = self.as_int(x)
-        # x = m * 2**e with m in [sqrt(1/2), sqrt(2))
-        shifted = self.b.sub(bits, self.splat_int(0x3F3504F3, lanes))
-        exponent = self.b.ashr(shifted, self.splat_int(23, lanes))
-        mantissa = self.as_float(self.b.sub(bits, self.shl(exponent, 23)))
-        one = self.splat(1.0, lanes)
-        s = self.b.fdiv(self.fsub(mantissa, one), self.fadd(mantissa, one))
-        square = self.fmul(s, s)
-        y = self.splat(2.0 / (_LOG2_TERMS * 0.6931471805599453), lanes)
-        for odd in range(_LOG2_TERMS - 2, 0, -2):
-            y = self.fma(y, square, self.splat(2.0 / (odd * 0.6931471805599453), lanes))
-        return self.fma(y, s, self.b.sitofp(exponent, _like(F32, x)))
-
     # -- bits -----------------------------------------------------------------------------
 
     def zext(self, a: ir.Value) -> ir.Value:
@@ -325,10 +296,6 @@ class Emitter:
             return self.element(a, lanes[0])
         other = a.type(ir.Undefined) if b is None else b
         return self.b.shuffle_vector(a, other, _vector(I32, len(lanes))([I32(i) for i in lanes]))
-
-    def concat(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """One vector of the lanes of ``a``, then ``b``."""
-        return self.shuffle(a, b, range(2 * _lanes(a)))
 
     def split_pairs(self, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
         """(even, odd) elements of two vectors in a row."""

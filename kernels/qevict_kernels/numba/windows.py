@@ -11,7 +11,15 @@ from llvmlite import ir
 from qevict_kernels.numba.ir import Emitter
 from qevict_kernels.numba.spec import Spec
 
-__all__ = ["Parts", "load_params", "load_split", "memory_order", "rotary_lanes"]
+__all__ = [
+    "Parts",
+    "first_halves",
+    "load_params",
+    "load_split",
+    "memory_order",
+    "rotary_lanes",
+    "unrotated",
+]
 
 Parts = dict[int, ir.Value]
 """Vectors of one head by channel offset."""
