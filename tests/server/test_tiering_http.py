@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,15 +148,42 @@ def test_logprobs_are_those_of_the_greedy_tokens(server: Server) -> None:
 
 
 def test_retracted_requests_all_complete_and_answer_as_alone(servers: ServerPool) -> None:
-    # Room for two of the four once they have grown, but SGLang expects them to end early.
+    # Room for two and a half of them once they have grown, but SGLang expects them to end early.
     flags = ("--max-total-tokens", "1200", "--schedule-conservativeness", "0.01")
     server = servers.get(*TIERED, *flags)
-    asked = prompts([200, 210, 220, 230], start=60_000)
-    tokens = 200
-    found = _together(server, asked, tokens)
+    asked, tokens = prompts([250, 260, 270], start=60_000), 150
+    # With ignore_eos SGLang would expect each of them to use all its tokens.
+    endless = {"min_new_tokens": tokens}
+
+    def ask_in_turn(turn: int) -> Answer:
+        # One in each scheduling pass, since a pass reserves in full for the ones it admits.
+        time.sleep(2 * turn)
+        return answer(server, asked[turn], tokens, **endless)
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(ask_in_turn, range(len(asked))))
     assert "Retract requests" in server.log_text()
     assert_idle(server)
-    # Below min_context nothing is coded, so a prompt that is prefilled again loses nothing.
-    alone = answer(server, asked[0], tokens)
-    step = first_difference(alone.tokens, found[0].tokens)
-    assert step is None or alone.gap(step, found[0].tokens[step]) <= NEAR_TIE
+    # Below min_context nothing is coded, so the last one, whose prompt is prefilled again, loses
+    # nothing.
+    alone = answer(server, asked[-1], tokens, **endless)
+    step = first_difference(alone.tokens, answers[-1].tokens)
+    assert step is None or alone.gap(step, answers[-1].tokens[step]) <= NEAR_TIE
+
+
+@pytest.mark.slow
+def test_requests_that_are_retracted_after_a_demotion_all_complete(servers: ServerPool) -> None:
+    flags = ("--max-total-tokens", "1300", "--schedule-conservativeness", "0.01")
+    server = servers.get(*TIERED, *flags, "--kv-tiering-budget", "0.6")
+    asked = prompts([520, 528, 536], start=70_000)
+
+    def ask_in_turn(turn: int) -> int:
+        time.sleep(3 * turn)
+        params = {"max_new_tokens": 250, "min_new_tokens": 250}
+        return len(server.generate(asked[turn], **params)["output_ids"])
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        assert list(threads.map(ask_in_turn, range(len(asked)))) == [250] * len(asked)
+    assert "Retract requests" in server.log_text()
+    assert report(server)["counters"]["demoted"] > 0
+    assert_idle(server)
