@@ -68,9 +68,7 @@ class AttentionKernels(Protocol):
     geometry: WindowGeometry
     rotary: RotaryTable
 
-    def copy_slots(
-        self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
+    def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of ``slots`` (uint8 ``[n, bytes]``), ``targets[i] <- sources[i]``.
 
         ``sources``, ``targets``: int32 ``[m]``; an entry with a negative source is skipped.

@@ -12,9 +12,7 @@ __all__ = ["TorchMemory"]
 class TorchMemory:
     """``copy_slots`` and ``store`` of ``AttentionKernels``, exact on any device."""
 
-    def copy_slots(
-        self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
+    def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of ``slots`` where the source is not negative."""
         moves = sources >= 0
         slots[targets[moves].to(torch.int64)] = slots[sources[moves].to(torch.int64)]
