@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from report import warn
 
-from sglang_qevict.local_server import Server
+from sglang_qevict.local_server import Server, ServerFailed
 
 FLAGS = (
     *("--device", "cpu"),
@@ -82,8 +83,12 @@ class Servers:
         self._stop()
 
     def _stop(self) -> None:
+        """Stop all; one that still had requests had to be killed, which is worth a line only."""
         for server in self._servers.values():
-            server.stop()
+            try:
+                server.stop()
+            except ServerFailed as failure:
+                warn(str(failure).partition("\n")[0])
         self._logs.cleanup()
 
     def processes(self) -> list[psutil.Process]:
@@ -189,6 +194,8 @@ class Batch:
             now = time.perf_counter()
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"the server refused the batch: {event['error']}")
                 return event.get("index", 0), event["meta_info"]["completion_tokens"], now
             if not line or line.startswith(b"data: [DONE]"):
                 raise RuntimeError("the batch ended before it was measured")
