@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ __all__ = [
     "REFUSED_STATUS",
     "apply_command_line",
     "check_model",
+    "check_port",
     "exit_with",
     "from_keywords",
     "is_command_line",
@@ -50,6 +53,28 @@ def from_keywords(server_args_class: Any, keywords: dict[str, Any]) -> Any:
     server_args = server_args_class(**keywords)
     _apply(server_args, config_from(ours))
     return server_args
+
+
+def check_port(server_args: Any) -> None:
+    """End the process if the server's port is taken.
+
+    SGLang finds out when its model is loaded, logs it, and then waits for ever.
+    """
+    if server_args.node_rank > 0:
+        return  # only the first node listens
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            server_args.host, server_args.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            exit_with(
+                f"--port {server_args.port} is in use on {server_args.host}: stop what listens "
+                "there, or choose another port"
+            )
 
 
 def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:

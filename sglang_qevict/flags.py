@@ -147,7 +147,10 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 _REUSE = f"{PREFIX}-prefix-reuse"
-_TIERING_HELP = "Keep the KV cache in tiers: FULL, coded (INT2 or INT4) and evicted windows."
+_TIERING_HELP = (
+    "qevict: keep the KV cache in tiers: FULL, coded (INT2 or INT4) and evicted windows. "
+    "none: stock SGLang, whatever the options below are. Default: none."
+)
 _REUSE_HELP = (
     "Reuse of a finished request's windows by later requests with the same prefix. "
     "off: every request computes its own prompt."
@@ -170,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
         f"--{PREFIX}",
         type=mode,
         choices=["none", "qevict"],
-        default="none",
+        default=None,
         help=_TIERING_HELP,
     )
     for option in OPTIONS:
@@ -187,17 +190,20 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
 def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
     """The configuration in a mapping of names (``kv_tiering``, ``kv_tiering_budget``, …).
 
-    None where tiering is off. Raises ``ValueError``, naming flag, value and remedy, for a
-    value out of range and for an option given without ``--kv-tiering qevict``.
+    None where tiering is off: ``--kv-tiering none`` overrules the options of a configuration
+    file. Raises ``ValueError``, naming flag, value and remedy, for a value out of range and
+    for an option given without any ``--kv-tiering``.
     """
-    mode = values.get("kv_tiering") or "none"
-    if mode not in ("none", "qevict"):
+    mode = values.get("kv_tiering")
+    if mode == "none":
+        return None
+    if mode not in (None, "qevict"):
         raise ValueError(f"--{PREFIX} must be none or qevict, got {mode!r}")
     given = {o: values[o.dest] for o in OPTIONS if values.get(o.dest) is not None}
     reuse = values.get(_REUSE.replace("-", "_"))
     if reuse not in (None, "off"):
         raise ValueError(f"--{_REUSE} must be off, got {reuse!r}")
-    if mode == "none":
+    if mode is None:
         flags = ", ".join([o.flag for o in given] + ([f"--{_REUSE}"] if reuse else []))
         if flags:
             raise ValueError(f"{flags} has no effect without --{PREFIX} qevict: add it")

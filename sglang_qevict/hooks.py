@@ -35,6 +35,7 @@ def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
     """The parsed flags ride on SGLang's record to every process."""
     arguments.apply_command_line(server_args, vars(args))
     if config_of(server_args) is not None:
+        arguments.check_port(server_args)
         _register(LAUNCHER_HOOKS)
         HookRegistry.apply_hooks()
     return server_args

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import socket
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from command_line import make_parser, parse, tiered
 from qevict_tiers.config import TieringConfig
-from sglang_qevict.arguments import apply_command_line, from_keywords, is_command_line
+from sglang_qevict.arguments import apply_command_line, check_port, from_keywords, is_command_line
 from sglang_qevict.runtime import config_of
 
 
@@ -104,6 +105,23 @@ def test_the_flag_calls_its_check_when_tiering_is_asked_for_and_not_otherwise() 
     assert calls == []
     parser.parse_args(["--kv-tiering", "qevict"])
     assert calls == ["on"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_port_in_use_is_refused_and_a_free_one_is_not(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        server_args = tiered("--host", host, "--port", port)
+        with pytest.raises(SystemExit) as exit_:
+            check_port(server_args)
+        check_port(tiered("--host", host, "--port", port, "--node-rank", "1"))
+    assert exit_.value.code == 2
+    assert f"--port {port} is in use on {host}: stop what" in capsys.readouterr().err
+    check_port(server_args)
 
 
 # --- sglang.Engine ---

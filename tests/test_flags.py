@@ -155,6 +155,11 @@ def test_an_option_without_the_mode_is_an_error_that_names_both(option: Option) 
     assert str(e.value).startswith(option.flag)
 
 
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_none_overrules_an_option_such_as_one_of_a_configuration_file(option: Option) -> None:
+    assert config_from({"kv_tiering": "none", option.dest: VALUES[option.field][0]}) is None
+
+
 def test_prefix_reuse_without_the_mode_is_an_error_too() -> None:
     with pytest.raises(ValueError, match=r"^--kv-tiering-prefix-reuse has no effect"):
         config_from({"kv_tiering_prefix_reuse": "off"})

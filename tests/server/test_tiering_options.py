@@ -28,7 +28,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--kv-tiering-params", "fp16", "--kv-tiering-prefill-scores", "all"),
     ),
     "no chunks, no radix cache, nothing but coded": (
-        *("--chunked-prefill-size", "-1", "--disable-radix-cache"),
+        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", "4096", "--disable-radix-cache"),
         *("--kv-tiering-quant-fraction", "1", "--kv-tiering-prefix-reuse", "off"),
     ),
 }
