@@ -141,7 +141,12 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
             for context, batch in cells:
-                rows.append(measure(servers, texts, context, batch, turns, bar))
+                row = measure(servers, texts, context, batch, turns, bar)
+                rows.append(row)
+                bar.write(
+                    f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "
+                    f"ours {row['tiered_ms']:.1f} ms, others {row['foreign_cores']:.2f} cores"
+                )
         if 1 in batches and not options.quick:
             llama = measure_llama_cpp(options.llama_cpp, contexts, options.quick)
     add_marginal_ratios(rows)
