@@ -118,6 +118,28 @@ def test_a_page_size_other_than_the_window_is_refused(
     assert f"got {flags[1]}: drop --page-size" in sentence
 
 
+@pytest.mark.parametrize(("tokens", "window"), [(4, 8), (12, 8), (20, 8), (64, 32), (8, 16)])
+def test_chunks_are_whole_windows(
+    tokens: int, window: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--chunked-prefill-size", str(tokens), "--kv-tiering-window", str(window)]
+    if tokens % window == 0:
+        assert tiered(*flags).chunked_prefill_size == tokens
+        return
+    with pytest.raises(SystemExit):
+        tiered(*flags)
+    expected = f"--chunked-prefill-size must be a multiple of --kv-tiering-window ({window}), "
+    assert _sentence(capsys) == f"{expected}or -1 for no chunks, got {tokens}"
+
+
+def test_routing_chunk_by_chunk_needs_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tiered("--chunked-prefill-size", "-1", "--kv-tiering-exact-prefill-tokens", "1024")
+    sentence = _sentence(capsys)
+    assert sentence.startswith("--kv-tiering-exact-prefill-tokens")
+    assert "--chunked-prefill-size -1 allows no chunks: drop one of the two" in sentence
+
+
 def test_keywords_of_an_engine_are_refused_by_an_exception_with_the_same_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
