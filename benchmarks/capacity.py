@@ -73,7 +73,7 @@ def largest_batch(log: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
-    at_stock = options.stock_requests or (4 if options.quick else 12)
+    at_stock = options.stock_requests or (2 if options.quick else 12)
     # SGLang keeps a page of headroom for each request, and admits only what leaves some room.
     total_tokens = at_stock * (CONTEXT + NEW_TOKENS + 2 * PAGE_TOKENS) + 8 * PAGE_TOKENS
     machine = begin(options)

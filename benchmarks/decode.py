@@ -130,8 +130,8 @@ def measure_llama_cpp(python: str, contexts: list[int], quick: bool) -> dict[int
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
     contexts = options.context or ([200, 4700] if options.quick else list(CONTEXTS))
-    batches = options.batch or ([1, 4] if options.quick else list(BATCHES))
-    turns = options.turns or (3 if options.quick else 5)
+    batches = options.batch or ([4] if options.quick else list(BATCHES))
+    turns = options.turns or (2 if options.quick else 5)
     machine = begin(options)
     cells = [(context, batch) for batch in batches for context in contexts]
     rows: list[Row] = []

@@ -64,11 +64,15 @@ class Servers:
 
     def __enter__(self) -> Servers:
         try:
-            for name, server in self._servers.items():
-                print(f"starting the {name} server", flush=True)
-                server.start()
-                warm_up(server)
+            print(f"starting the {' and the '.join(self._servers)} server", flush=True)
+            for server in self._servers.values():
+                server.launch()
+            for server in self._servers.values():
+                server.wait_until_healthy()
                 server.suspend()
+            for name in self._servers:
+                with self.running(name) as server:
+                    warm_up(server)
         except BaseException:
             self._stop()
             raise

@@ -80,6 +80,15 @@ class Server:
             ServerFailed: the process ended, or is not healthy after the timeout; nothing is left.
         """
         self.launch()
+        self.wait_until_healthy(timeout_seconds, waiting)
+        return self
+
+    def wait_until_healthy(
+        self,
+        timeout_seconds: float = _START_SECONDS,
+        waiting: Callable[[], object] | None = None,
+    ) -> None:
+        """Returns when a launched server is healthy, or raises as `start` does."""
         deadline = time.monotonic() + timeout_seconds
         while not self._healthy():
             if self.exit_code() is not None:
@@ -90,7 +99,6 @@ class Server:
             if waiting is not None:
                 waiting()
             time.sleep(0.2)
-        return self
 
     def launch(self) -> None:
         """Starts the process and returns at once."""
