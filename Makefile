@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-SOURCES := sglang_qevict tiers kernels tests
+SOURCES := sglang_qevict tiers kernels tests benchmarks
 
 .PHONY: install serve demo test test-full check format clean distclean
 
@@ -42,6 +42,7 @@ check: install
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not slow"
 

@@ -259,7 +259,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less than three minutes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as well")
     arguments = parser.parse_args()

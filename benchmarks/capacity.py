@@ -15,10 +15,10 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from report import Column, Row, Target, begin, parser, print_table, print_targets, warn, write_json
-from servers import NAMES, STOCK, TIERED, Servers, Texts
 from tqdm import tqdm
 
+from report import Column, Row, Target, begin, parser, print_table, print_targets, warn, write_json
+from servers import NAMES, STOCK, TIERED, Servers, Texts
 from sglang_qevict.local_server import Server
 
 CONTEXT = 4096

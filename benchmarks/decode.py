@@ -4,7 +4,9 @@ Both servers hold the same batch at the same time, and only one of them runs (th
 suspended). They take turns, some steps each, so that a change of the machine meets both.
 A figure is the mean over the steps of a turn, which include routing events at their true
 frequency, and the median over the turns. All requests of a batch are streamed and decode
-in all measured steps. Context is counted in the middle of the measurement.
+in all measured steps. Context is counted in the middle of the measurement. Each request has a
+text of its own; with --quick all of a batch have the same one, which stock prefills once and
+then reads from its prefix cache: all that differs from a full run is in stock's favour.
 
 ratio           stock's time per output token divided by ours
 marginal_ratio  the same for the part that grows with context: differences from the shortest
@@ -22,6 +24,9 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from report import (
     Column,
@@ -35,8 +40,16 @@ from report import (
     spread,
     write_json,
 )
-from servers import NAMES, STOCK, TIERED, Batch, Servers, Texts
-from tqdm import tqdm
+from servers import (
+    NAMES,
+    STOCK,
+    TIERED,
+    Batch,
+    Servers,
+    Texts,
+    finish_batches,
+    start_batches,
+)
 
 CONTEXTS = (200, 1024, 4700, 7000)
 BATCHES = (1, 4, 8)
@@ -63,18 +76,24 @@ TARGETS = (
 )
 
 
-def measure(servers: Servers, texts: Texts, context: int, batch: int, turns: int, bar: tqdm) -> Row:
+def measure(
+    servers: Servers,
+    texts: Texts,
+    context: int,
+    batch: int,
+    turns: int,
+    same_text: bool,
+    bar: tqdm[Any],
+) -> Row:
     """One cell of the table."""
     # Turns and settling; the middle of them is at ``context`` tokens.
     generated = turns * (TURN_STEPS + 3) + 16
-    prompts = [texts.prompt(context - generated // 2) for _ in range(batch)]
+    prompts = texts.prompts(batch, context - generated // 2, same_text)
     batches: dict[str, Batch] = {}
-    for name in NAMES:
-        bar.set_postfix_str(f"{context} x {batch}: {name} prefills")
-        with servers.running(name) as server:
-            batches[name] = Batch(server, prompts, generated)
-            batches[name].start()
-            bar.update()
+    bar.set_postfix_str(f"{context} x {batch}: prefills")
+    for name, held in start_batches(servers, prompts, generated):
+        batches[name] = held
+        bar.update()
     load = ForeignLoad(servers.processes)
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     for turn in range(turns):
@@ -84,9 +103,7 @@ def measure(servers: Servers, texts: Texts, context: int, batch: int, turns: int
                 times[name].append(statistics.mean(batches[name].steps(TURN_STEPS)))
         bar.update()
     foreign = load.cores()
-    for name in NAMES:
-        with servers.running(name):
-            batches[name].finish()
+    finish_batches(servers, batches)
     stock, tiered = (statistics.median(times[name]) for name in NAMES)
     return {
         "context": context,
@@ -141,13 +158,13 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
             for context, batch in cells:
-                row = measure(servers, texts, context, batch, turns, bar)
+                row = measure(servers, texts, context, batch, turns, options.quick, bar)
                 rows.append(row)
                 bar.write(
                     f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "
                     f"ours {row['tiered_ms']:.1f} ms, others {row['foreign_cores']:.2f} cores"
                 )
-        if 1 in batches and not options.quick:
+        if 1 in batches:
             llama = measure_llama_cpp(options.llama_cpp, contexts, options.quick)
     add_marginal_ratios(rows)
     rows.sort(key=lambda row: (row["context"], row["batch"]))

@@ -4,11 +4,15 @@ Two sources in one run:
 
 1. The tiered server itself (and stock beside it, in turns): time of every step, steps with a
    routing event and others apart, and the 99th percentile of the latency between tokens.
-2. The same tiering without the model, on random data in this process: bookkeeping and routing
-   before a step, storing new tokens, attention with and without scores; and the cost of an event
-   against the number of requests that are due, with equal and mixed lengths, at once or in turn.
+2. The same tiering without the model, on random data in this process: claims and routing before a
+   step, storing new tokens, attention with and without scores; and the cost of an event against
+   the number of requests that are due, with equal and mixed lengths, at once or in turn.
 
-share  (scores + routing spread over all steps, from 2) divided by the mean step of the server
+share              (scores + routing spread over all steps, from 2) divided by the mean step of
+                   the server
+bookkeeping_share  claims and views in a step that routes nothing, divided by the same
+
+With --quick all requests of a batch have the same text, as in decode.py.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
 
 from decode import TURN_STEPS
 from replay import Replay, StepTimes
@@ -30,8 +37,16 @@ from report import (
     print_targets,
     write_json,
 )
-from servers import NAMES, STOCK, TIERED, Batch, Servers, Texts
-from tqdm import tqdm
+from servers import (
+    NAMES,
+    STOCK,
+    TIERED,
+    Batch,
+    Servers,
+    Texts,
+    finish_batches,
+    start_batches,
+)
 
 OMEGA = 8
 CELLS = ((4700, 1), (4700, 4), (7000, 8))
@@ -48,10 +63,11 @@ SERVER_COLUMNS = (
     Column("tiered_p99_ms", "ours p99"),
     Column("scores_ms", "scores", ".2f"),
     Column("routing_ms", "routing/step", ".2f"),
-    Column("bookkeeping_ms", "bookkeeping", ".2f"),
+    Column("bookkeeping_ms", "claims, views", ".2f"),
     Column("store_ms", "store", ".2f"),
     Column("attention_ms", "attention", ".2f"),
     Column("share", "share", ".1%"),
+    Column("bookkeeping_share", "bookkeeping", ".1%"),
     Column("foreign_cores", "others", ".2f"),
 )
 EVENT_COLUMNS = (
@@ -70,16 +86,20 @@ TARGETS = tuple(
 
 
 def server_steps(
-    servers: Servers, texts: Texts, context: int, batch: int, turns: int, bar: tqdm
+    servers: Servers,
+    texts: Texts,
+    context: int,
+    batch: int,
+    turns: int,
+    same_text: bool,
+    bar: tqdm[Any],
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds of all steps by server, and the cores that others took."""
     generated = turns * (TURN_STEPS + 3) + 16
-    batches = {}
-    prompts = [texts.prompt(context - generated // 2) for _ in range(batch)]
-    for name in NAMES:
-        with servers.running(name) as server:
-            batches[name] = Batch(server, prompts, generated)
-            batches[name].start()
+    prompts = texts.prompts(batch, context - generated // 2, same_text)
+    batches: dict[str, Batch] = {}
+    for name, held in start_batches(servers, prompts, generated):
+        batches[name] = held
         bar.update()
     load = ForeignLoad(servers.processes)
     steps: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -89,9 +109,7 @@ def server_steps(
                 steps[name] += batches[name].steps(TURN_STEPS)
         bar.update()
     foreign = load.cores()
-    for name in NAMES:
-        with servers.running(name):
-            batches[name].finish()
+    finish_batches(servers, batches)
     return steps, foreign
 
 
@@ -151,6 +169,7 @@ def measure_cell(
         "store_ms": times.median_ms("store"),
         "attention_ms": times.median_ms("scored"),
         "share": (max(0.0, scores) + routing) / (tiered * 1e3),
+        "bookkeeping_share": quiet / (tiered * 1e3),
         "foreign_cores": foreign,
     }
 
@@ -215,7 +234,9 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + 2), unit="turn", desc="servers") as bar:
             for cell in cells:
-                measured.append((cell, server_steps(servers, texts, *cell, turns, bar)))
+                measured.append(
+                    (cell, server_steps(servers, texts, *cell, turns, options.quick, bar))
+                )
     rows = []
     for (context, batch), (steps, foreign) in measured:
         times = replayed(options.budget, [context] * batch, turns * TURN_STEPS)

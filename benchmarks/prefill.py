@@ -13,8 +13,11 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+from tqdm import tqdm
+
 from report import (
     Column,
     ForeignLoad,
@@ -28,7 +31,6 @@ from report import (
     write_json,
 )
 from servers import NAMES, STOCK, TIERED, Servers, Texts
-from tqdm import tqdm
 
 CONTEXTS = (1024, 4096, 7000)
 
@@ -64,7 +66,7 @@ class PeakBytes:
         return int(line.split()[1]) * 1024
 
 
-def measure(servers: Servers, texts: Texts, context: int, repeats: int, bar: tqdm) -> Row:
+def measure(servers: Servers, texts: Texts, context: int, repeats: int, bar: tqdm[Any]) -> Row:
     """One row of the table."""
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     peaks: dict[str, list[int]] = {name: [] for name in NAMES}

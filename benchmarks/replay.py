@@ -27,7 +27,11 @@ CONTEXT_LIMIT = 8192
 
 @dataclass
 class StepTimes:
-    """Seconds of each measured decode step by part; ``due`` says how many rows were routed."""
+    """Seconds of each measured decode step by part; ``due`` says how many rows were routed.
+
+    prologue: claims, views and routing before the first layer. store: new tokens, all layers.
+    scored, unscored: attention of all layers, with and without scores.
+    """
 
     due: list[int] = field(default_factory=list)
     prologue: list[float] = field(default_factory=list)
@@ -100,7 +104,6 @@ class Replay:
             self._grow(row, self._lengths[row], 1)
         lengths = [self._lengths[row] for row in rows]
         index, ends = torch.tensor(rows), torch.tensor(lengths)
-        state.alloc_to_lengths(req_pool_indices_cpu=index, target_seq_lens_cpu=ends)
         ledger = state.ledger
         due = [
             ledger.claims.is_due(ledger.prompt_tokens(r), n - 1) for r, n in self._lengths.items()
@@ -109,14 +112,18 @@ class Replay:
         if any(due):
             self._manager.views.score.mul_(1 + 0.1 * torch.rand_like(self._manager.views.score))
         with _timed(times.prologue):
+            # What SGLang asks and tells before a step, then the step's own beginning.
+            ledger.decode_bytes(rows)
+            state.alloc_to_lengths(req_pool_indices_cpu=index, target_seq_lens_cpu=ends)
             state.start_decode(rows, lengths)
         locations = self._requests[index, ends - 1].long()
         heads = (len(rows), GEOMETRY.num_q_heads, GEOMETRY.head_dim)
         query = torch.randn(heads).bfloat16()
         keys = torch.randn(len(rows), GEOMETRY.num_kv_heads, GEOMETRY.head_dim).bfloat16()
         with _timed(times.store):
+            places = self._manager.locate(locations)
             for layer in range(NUM_LAYERS):
-                self._manager.store(layer, locations, keys, keys)
+                self._manager.store_at(layer, places, keys, keys)
         passes = [(times.scored, True), (times.unscored, False)]
         for seconds, with_scores in passes if scored_first else passes[::-1]:
             with _timed(seconds):

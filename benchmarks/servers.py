@@ -10,14 +10,15 @@ import http.client
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import psutil
-from report import warn
 
+from report import warn
 from sglang_qevict.local_server import Server, ServerFailed
 
 FLAGS = (
@@ -87,12 +88,16 @@ class Servers:
         self._stop()
 
     def _stop(self) -> None:
-        """Stop all; one that still had requests had to be killed, which is worth a line only."""
-        for server in self._servers.values():
+        """Stop all at once; one that had to be killed over its requests is worth a line only."""
+
+        def stop(server: Server) -> None:
             try:
                 server.stop()
             except ServerFailed as failure:
                 warn(str(failure).partition("\n")[0])
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(stop, self._servers.values()))
         self._logs.cleanup()
 
     def processes(self) -> list[psutil.Process]:
@@ -127,6 +132,12 @@ class Texts:
         body = {"model": "default", "prompt": text}
         self._ids: list[int] = server.post("/tokenize", body)["tokens"]
         self._next = 0
+
+    def prompts(self, count: int, tokens: int, same: bool) -> list[list[int]]:
+        """Passages of so many tokens: ``count`` different ones, or one ``count`` times."""
+        if same:
+            return [self.prompt(tokens)] * count
+        return [self.prompt(tokens) for _ in range(count)]
 
     def prompt(self, tokens: int) -> list[int]:
         """The next passage of so many tokens, each time another one until the text is used up."""
@@ -203,3 +214,27 @@ class Batch:
                 return event.get("index", 0), event["meta_info"]["completion_tokens"], now
             if not line or line.startswith(b"data: [DONE]"):
                 raise RuntimeError("the batch ended before it was measured")
+
+
+def start_batches(
+    servers: Servers, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Iterator[tuple[str, Batch]]:
+    """Have each server in turn prefill the prompts and hold them as a batch that decodes.
+
+    Stock gets a passage that is asked for repeatedly once ahead, so that its prefix cache
+    prefills it once.
+    """
+    for name in NAMES:
+        with servers.running(name) as server:
+            if name == STOCK and len(prompts) > 1 and prompts[0] == prompts[1]:
+                server.generate(prompts[0], max_new_tokens=1)
+            batch = Batch(server, prompts, max_new_tokens)
+            batch.start()
+        yield name, batch
+
+
+def finish_batches(servers: Servers, batches: Mapping[str, Batch]) -> None:
+    """End the batch of each server."""
+    for name, batch in batches.items():
+        with servers.running(name):
+            batch.finish()

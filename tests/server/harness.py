@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_qevict import local_server
-from sglang_qevict.local_server import LAUNCH_SERVER, LEAK_TEXT, SERVE, ServerFailed
+from sglang_qevict.local_server import LAUNCH_SERVER, SERVE, ServerFailed
 
 __all__ = [
     "BASE_FLAGS",
     "LAUNCH_SERVER",
-    "LEAK_TEXT",
     "SERVE",
     "Server",
     "ServerFailed",
     "ServerPool",
 ]
+
+_LEAK_TEXT = "memory leak detected"
 
 # What every server gets; a flag that a test gives again wins, since the last one counts.
 BASE_FLAGS = (
@@ -52,6 +53,13 @@ class Server(local_server.Server):
             command=command,
             model=model,
         )
+
+    def assert_clean(self) -> None:
+        """The server runs, and its log tells of no leak and no exception."""
+        log = self.log_text()
+        assert self.exit_code() is None, self.log_tail()
+        assert _LEAK_TEXT not in log, self.log_tail()
+        assert "Traceback (most recent call last)" not in log, self.log_tail()
 
 
 class ServerPool:
