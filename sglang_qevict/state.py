@@ -263,7 +263,10 @@ class TieringState:
                 "codes": ledger.codes,
                 "params": ledger.params,
                 "alignment": ledger.alignment,
-                "tables": ledger.tables,
+                "shadow": ledger.shadow,
+                # As in the line at start: with SGLang's buffers for the logical tokens.
+                "tables": self.plan.table_bytes,
+                "own_tables": ledger.tables,
                 "arena": self.ledger.capacity_bytes,
                 "claimed": self.ledger.total_bytes,
             },

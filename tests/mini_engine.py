@@ -86,6 +86,7 @@ class MiniEngine:
         rows: int = 6,
         check: bool = False,
         rotary: RotaryTable | None = None,
+        fixed_shapes: bool = False,
     ) -> None:
         self.geometry, self.config, self.check = geometry, config, check
         budget = WindowBudget(config, geometry, num_layers)
@@ -102,6 +103,7 @@ class MiniEngine:
             rows + 1,
             self.plan.max_windows,
             torch.bfloat16,
+            fixed_shapes,
         )
         self.state = TieringState(self.plan, manager, self.req_to_token)
         self.manager, self.kernels, self.num_layers = manager, kernels, num_layers
@@ -109,7 +111,6 @@ class MiniEngine:
         self.free_pages = list(range(self.plan.num_pages, 0, -1))
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
-        self.tiers_seen: dict[int, list[torch.Tensor]] = {}
         self.worst_error = 0.0
         self._covered = 0
         """What claims covered when the launch in progress was decided."""
@@ -132,7 +133,7 @@ class MiniEngine:
         request = Request(name, prompt, row=self.free_rows.pop())
         self.state.rows_allocated([request.row])
         self.running[name] = request
-        self.outputs[name], self.tiers_seen[name] = [], []
+        self.outputs[name] = []
 
     def can_decode(self, names: list[int]) -> bool:
         """Whether these requests' next tokens fit, by claims and by pages."""
@@ -337,8 +338,6 @@ class MiniEngine:
         assert used <= self._covered <= capacity, (used, self._covered, capacity)
         for i, (request, position) in enumerate(tokens):
             self.outputs[request.name].append(out[i].clone())
-            if layer == self.num_layers - 1 and position == request.stored - 1:
-                self.tiers_seen[request.name].append(self.tiers(request.name))
             if self.check:
                 expected = self.dense_attention(layer, request, query[i], position)
                 error = (out[i].float() - expected).abs().max().item()

@@ -107,8 +107,9 @@ class AttentionKernels(Protocol):
         negative source is skipped. Keys are un-rotated in float32, then quantised per
         channel; values are quantised per token.
 
-        Returns the number of windows that hold NaN or infinity; their records decode
-        to NaN (garbage in one request stays in that request).
+        Returns the number of windows that can't be coded, since they hold NaN or infinity
+        or a range beyond the format of the parameters. Their records decode to NaN and
+        nothing reads them: the tier manager releases them and evicts the windows.
         """
         ...
 

@@ -31,7 +31,6 @@ __all__ = [
     "make_params",
     "pack",
     "quantize_rows",
-    "require_finite",
     "rows_of",
     "unpack",
 ]
@@ -129,14 +128,6 @@ def decode_windows(windows: CodedWindows) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (keys before RoPE, values), each ``[..., W, D]``."""
     keys = rows_of(windows.key_codes.transpose(-1, -2), windows.key_params)
     return keys.transpose(-1, -2), rows_of(windows.value_codes, windows.value_params)
-
-
-def require_finite(full: FullArena, slots: torch.Tensor) -> None:
-    """Raise ``ValueError`` naming the first of ``slots`` that holds NaN or infinity."""
-    for slot in slots.tolist():
-        for name, tensor in (("keys", full.keys), ("values", full.values)):
-            if not tensor[slot].isfinite().all():
-                raise ValueError(f"the {name} of FULL slot {slot} hold NaN or infinity")
 
 
 # -- records ------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from qevict_tiers.arena import Arena, Side
 FULL_BYTES, CODED_BYTES, OWNERS = 64, 13, 2000
 
 
-def make_arena(arena_bytes: int) -> Arena:
+def make_arena(arena_bytes: int, fixed_shapes: bool = False) -> Arena:
     storage = torch.zeros(arena_bytes, dtype=torch.uint8)
-    return Arena(storage, FULL_BYTES, CODED_BYTES, OWNERS, TorchMemory().copy_slots)
+    return Arena(storage, FULL_BYTES, CODED_BYTES, OWNERS, TorchMemory().copy_slots, fixed_shapes)
 
 
 def fill(side: Side, owners: list[int], values: list[int]) -> None:
@@ -25,10 +25,13 @@ def fill(side: Side, owners: list[int], values: list[int]) -> None:
         side.slots[slot] = value
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_copies_survive_any_order_of_allocations_and_releases(seed: int) -> None:
+def test_copies_survive_any_order_of_allocations_and_releases(
+    seed: int, fixed_shapes: bool
+) -> None:
     rng = random.Random(seed)
-    arena = make_arena(FULL_BYTES * 400)
+    arena = make_arena(FULL_BYTES * 400, fixed_shapes)
     sides = (arena.full, arena.coded)
     held: tuple[dict[int, int], dict[int, int]] = ({}, {})
     references: tuple[dict[int, int], dict[int, int]] = ({}, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,8 +41,14 @@ def brute_force(
     return [int(x) for x in after]
 
 
+def is_candidate(row: dict[str, Any]) -> torch.Tensor:
+    """Which windows of an event are ranked."""
+    window, tiers = torch.arange(len(row["tiers"])), torch.tensor(row["tiers"])
+    return (window >= row["start"]) & (window < row["end"]) & (tiers != Tier.EVICTED)
+
+
 @st.composite
-def events(draw: st.DrawFn) -> dict[str, object]:
+def events(draw: st.DrawFn) -> dict[str, Any]:
     n = draw(st.integers(1, 24))
     start = draw(st.integers(0, n))
     return {
@@ -56,30 +64,36 @@ def events(draw: st.DrawFn) -> dict[str, object]:
 
 @given(rows=st.lists(events(), min_size=1, max_size=4), promote=st.sampled_from(Promotion))
 def test_route_equals_brute_force_for_rows_of_unequal_length(
-    rows: list[dict[str, object]], promote: Promotion
+    rows: list[dict[str, Any]], promote: Promotion
 ) -> None:
-    width = max(len(row["scores"]) for row in rows)  # type: ignore[arg-type]
+    width = max(len(row["scores"]) for row in rows)
     scores = torch.full((1, len(rows), width), 9.0)
     tiers = torch.zeros((1, len(rows), width), dtype=torch.uint8)
     for b, row in enumerate(rows):
-        n = len(row["scores"])  # type: ignore[arg-type]
+        n = len(row["scores"])
         scores[0, b, :n] = torch.tensor(row["scores"])
         tiers[0, b, :n] = torch.tensor(row["tiers"], dtype=torch.uint8)
     columns = [
         torch.tensor([row[k] for row in rows]) for k in ("start", "end", "max_full", "max_coded")
     ]
-    after = route(scores, tiers, *columns, promote)
+    after, outranked = route(scores, tiers, *columns, promote)
     for b, row in enumerate(rows):
-        n = len(row["scores"])  # type: ignore[arg-type]
-        assert after[0, b, :n].tolist() == brute_force(**row, promote=promote)  # type: ignore[arg-type]
+        n = len(row["scores"])
+        assert after[0, b, :n].tolist() == brute_force(**row, promote=promote)
         assert (after[0, b, n:] == Tier.NONE).all()
+        # By rank alone, whatever still has its original.
+        ranked = torch.tensor(brute_force(**{**row, "promote": Promotion.DEQUANTIZE}))
+        assert torch.equal(outranked[0, b, :n], is_candidate(row) & (ranked != Tier.FULL))
+        assert not outranked[0, b, n:].any()
 
 
 def test_layers_are_routed_each_by_its_own_scores() -> None:
     scores = torch.tensor([[[3.0, 2.0, 1.0]], [[1.0, 2.0, 3.0]]])
     tiers = torch.full((2, 1, 3), Tier.FULL, dtype=torch.uint8)
     one = torch.tensor([1])
-    after = route(scores, tiers, torch.tensor([0]), torch.tensor([3]), one, one, Promotion.ALIAS)
+    after = route(
+        scores, tiers, torch.tensor([0]), torch.tensor([3]), one, one, Promotion.ALIAS
+    ).tiers
     assert after.tolist() == [
         [[Tier.FULL, Tier.CODED, Tier.EVICTED]],
         [[Tier.EVICTED, Tier.CODED, Tier.FULL]],
@@ -91,5 +105,5 @@ def test_an_evicted_window_never_returns_whatever_its_score() -> None:
     tiers = torch.tensor([[[Tier.EVICTED, Tier.CODED]]], dtype=torch.uint8)
     two = torch.tensor([2])
     for promote in Promotion:
-        after = route(scores, tiers, torch.tensor([0]), two, two, two, promote)
+        after = route(scores, tiers, torch.tensor([0]), two, two, two, promote).tiers
         assert after[0, 0, 0] == Tier.EVICTED

@@ -33,6 +33,7 @@ class RequestLives(RuleBasedStateMachine):
         q=st.sampled_from([Fraction(0), Fraction(7, 10), Fraction(1)]),
         exact=st.sampled_from([None, 48]),
         full_layers=st.sampled_from([frozenset[int](), frozenset({1})]),
+        fixed_shapes=st.booleans(),
     )
     def make(
         self,
@@ -41,6 +42,7 @@ class RequestLives(RuleBasedStateMachine):
         q: Fraction,
         exact: int | None,
         full_layers: frozenset[int],
+        fixed_shapes: bool,
     ) -> None:
         config = TieringConfig(
             budget=Fraction(3, 4) if full_layers else Fraction(1, 2),
@@ -56,7 +58,13 @@ class RequestLives(RuleBasedStateMachine):
             full_layers=full_layers,
         )
         self.engine = MiniEngine(
-            lambda g, r: Kernels(g, r), config, GEOMETRY, kv_tokens=260, context=160, rows=4
+            lambda g, r: Kernels(g, r),
+            config,
+            GEOMETRY,
+            kv_tokens=260,
+            context=160,
+            rows=4,
+            fixed_shapes=fixed_shapes,
         )
         self.names = 0
 
@@ -113,6 +121,14 @@ class RequestLives(RuleBasedStateMachine):
     def codes_are_made_once(self) -> None:
         counts = self.engine.manager.counters.read()
         assert counts[Counter.DEMOTED] == counts[Counter.QUANTIZED] + counts[Counter.CODES_REUSED]
+
+    @invariant()
+    def a_promotion_by_rank_is_physical_where_full_copies_are_rebuilt(self) -> None:
+        counts = self.engine.manager.counters.read()
+        if self.engine.config.promote is Promotion.DEQUANTIZE:
+            assert counts[Counter.PROMOTED] == counts[Counter.RANK_PROMOTED]
+        else:
+            assert counts[Counter.PROMOTED] == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -10,8 +10,9 @@ and what fits is known from counts alone. Slots serve any layer. A copy is known
 *owner*, ``layer * pages + page``; ``table`` maps owners to slots and follows the moves.
 Copies are counted: each view that reads a copy holds one reference.
 
-All operations take owner lists of any length in which -1 means "none", so that on an
-accelerator they have fixed shapes and need no word from the host.
+All operations take owner lists of any length in which -1 means "none". With *fixed shapes*,
+the rule on accelerators, no shape depends on what a tensor holds, so that the host need not
+wait for the device; without, as on the CPU, entries that mean nothing are left out first.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ class Side:
 
     ``table``: int32 ``[owners]``, slot of an owner or -1. ``capacity`` slots of
     ``slots.shape[1]`` bytes; ``from_right`` says where the compact run starts.
+    ``fixed_shapes``: see above.
     """
 
     def __init__(
-        self, slots: torch.Tensor, num_owners: int, from_right: bool, copy_slots: CopySlots
+        self,
+        slots: torch.Tensor,
+        num_owners: int,
+        from_right: bool,
+        copy_slots: CopySlots,
+        fixed_shapes: bool,
     ) -> None:
         device = slots.device
         self.slots = slots
+        self.fixed_shapes = fixed_shapes
         self.capacity = slots.shape[0]
         self.from_right = from_right
         self.table = torch.full((num_owners,), -1, dtype=torch.int32, device=device)
@@ -59,6 +67,12 @@ class Side:
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         return int(self.slots.shape[1])
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all that says where copies lie."""
+        tensors = (self.table, self._owner, self._references, self._mark)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def slot_of(self, owners: torch.Tensor) -> torch.Tensor:
         """Slots of owners, int32, -1 where an owner is -1 or has no copy."""
@@ -117,7 +131,7 @@ class Side:
         self.count.copy_(new_count)
 
     def _move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        if not sources.is_cuda:
+        if not self.fixed_shapes:
             moves = sources >= 0
             sources, targets = sources[moves], targets[moves]
             if not sources.shape[0]:
@@ -138,7 +152,7 @@ class Side:
         self._set_table(owners, moves, self._flip(targets).to(torch.int32))
 
     def _set_table(self, owners: torch.Tensor, where: torch.Tensor, slots: torch.Tensor) -> None:
-        if owners.is_cuda:
+        if self.fixed_shapes:
             # Owner 0, a page that is never used, takes the writes of the skipped entries.
             self.table[torch.where(where, owners, 0)] = torch.where(where, slots, -1)
         else:
@@ -178,7 +192,8 @@ class Arena:
     """One buffer with a FULL side and a coded side.
 
     ``storage``: uint8 ``[bytes]``. ``full``, ``coded``: the two sides; both see the whole
-    buffer, as slots of ``full_bytes`` and of ``coded_bytes``.
+    buffer, as slots of ``full_bytes`` and of ``coded_bytes``. ``fixed_shapes``: see above;
+    None: on accelerators only.
     """
 
     def __init__(
@@ -188,7 +203,11 @@ class Arena:
         coded_bytes: int,
         num_owners: int,
         copy_slots: CopySlots,
+        fixed_shapes: bool | None = None,
     ) -> None:
+        if fixed_shapes is None:
+            fixed_shapes = storage.device.type != "cpu"
+        self.fixed_shapes = fixed_shapes
         num_full = storage.shape[0] // full_bytes
         num_coded = storage.shape[0] // coded_bytes
         self.full = Side(
@@ -196,12 +215,14 @@ class Arena:
             num_owners,
             from_right=False,
             copy_slots=copy_slots,
+            fixed_shapes=fixed_shapes,
         )
         self.coded = Side(
             storage[: num_coded * coded_bytes].view(num_coded, coded_bytes),
             num_owners,
             from_right=True,
             copy_slots=copy_slots,
+            fixed_shapes=fixed_shapes,
         )
 
     @staticmethod

@@ -24,13 +24,17 @@ class Counter(IntEnum):
     EVICTED_CODED = 3
     """Coded windows that were evicted."""
     PROMOTED = 4
-    """Coded windows whose FULL copy was rebuilt."""
+    """Physical promotions: coded windows whose FULL copy was rebuilt (never with ``alias``)."""
     QUANTIZED = 5
     """Windows whose codes were made."""
     CODES_REUSED = 6
     """Demotions that found codes from before."""
     NON_FINITE = 7
-    """Windows quantised with NaN or infinity in them."""
+    """FULL windows that were to be coded, but were evicted: their code would have decoded to
+    NaN, because of NaN, infinity or a range beyond the format of the parameters."""
+    RANK_PROMOTED = 8
+    """Rank promotions: windows among the first ``K_f`` that ranked below at the event before,
+    whether they could get a FULL copy or not."""
 
 
 class Counters:
@@ -50,30 +54,31 @@ class Counters:
 
 @dataclass(frozen=True)
 class LedgerBytes:
-    """Bytes by kind. ``codes``, ``params`` and ``alignment`` together are the ledger's records."""
+    """Bytes by kind; each byte is in one of them.
+
+    full: FULL copies. codes, params, alignment: records of coded windows. shadow: whole records
+    kept beside a FULL copy. tables: where copies lie and what views see.
+    """
 
     full: int
     codes: int
     params: int
     alignment: int
+    shadow: int
     tables: int
-
-    @property
-    def records(self) -> int:
-        """Bytes of all coded records."""
-        return self.codes + self.params + self.alignment
 
     @classmethod
     def of(
-        cls, geometry: WindowGeometry, num_full: int, num_coded: int, tables: int
+        cls, geometry: WindowGeometry, num_full: int, num_coded: int, num_shadow: int, tables: int
     ) -> LedgerBytes:
-        """The bytes of so many FULL and coded windows of one layer each."""
-        records = num_coded * geometry.num_kv_heads
+        """The bytes of so many copies of one layer each; ``num_coded`` includes the shadows."""
         layout = geometry.record
+        records = (num_coded - num_shadow) * geometry.num_kv_heads
         return cls(
             full=num_full * geometry.full_window_bytes,
             codes=records * layout.code_bytes,
             params=records * layout.param_bytes,
             alignment=records * layout.alignment_bytes,
+            shadow=num_shadow * geometry.coded_window_bytes,
             tables=tables,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from qevict_tiers.policy import Tier, route
 from qevict_tiers.views import Views
 
 __all__ = ["Occupancy", "StorePlaces", "TierManager"]
+
+logger = logging.getLogger(__name__)
 
 
 class StorePlaces(NamedTuple):
@@ -43,6 +46,12 @@ class TierManager:
     A page is SGLang's page id in ``[1, num_pages]`` (0 belongs to nobody), a row its
     request slot. ``storage`` is the arena's buffer, uint8; everything else lies on its
     device. The caller decides, from lengths alone, what fits; the manager trusts that.
+    ``fixed_shapes``: see ``arena``.
+
+    A window that holds NaN or infinity, or a range beyond the format of the parameters, is
+    never coded: where it would be, it is evicted from the view, counted
+    (``Counter.NON_FINITE``) and, the first time, logged. While it is FULL it is attended as
+    it is, as stock SGLang does, and spoils its own request only.
     """
 
     def __init__(
@@ -54,6 +63,7 @@ class TierManager:
         num_rows: int,
         max_windows: int,
         dtype: torch.dtype,
+        fixed_shapes: bool | None = None,
     ) -> None:
         device = storage.device
         self.budget = budget
@@ -68,10 +78,12 @@ class TierManager:
             budget.coded_bytes,
             self.num_layers * self.pages_per_layer,
             kernels.copy_slots,
+            fixed_shapes,
         )
         self.views = Views(self.num_layers, num_rows, max_windows, device)
         self.counters = Counters(device)
         self.open_rows: set[int] = set()
+        self._warned = False
         geometry = budget.geometry
         slots = self.arena.full.slots.view(dtype).view(
             -1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim
@@ -158,8 +170,8 @@ class TierManager:
         tier = self.views.tier[:, index]
         has_full = (tier == Tier.FULL) & (self.arena.full.table[owners] >= 0)
         has_codes = self._holds_codes(tier, owners)
-        self.arena.full.release(_select(has_full, owners))
-        self.arena.coded.release(_select(has_codes, owners))
+        self.arena.full.release(self._select(has_full, owners))
+        self.arena.coded.release(self._select(has_codes, owners))
         self.views.open(index)
 
     def clear(self) -> None:
@@ -183,7 +195,7 @@ class TierManager:
         limits = [self.budget.capacities(n) for n in tokens]
         width = max(self.budget.num_windows(n) for n in tokens)
         before = self.views.tier[layers, index, :width]
-        after = route(
+        routed = route(
             self.views.score[layers, index, :width],
             before,
             torch.tensor([start for start, _ in ranges], device=self.device),
@@ -192,25 +204,32 @@ class TierManager:
             torch.tensor([limit.coded for limit in limits], device=self.device),
             config.promote,
         )
-        after = torch.where(self._routed_layers[layers, None, None], after, before)
+        is_routed = self._routed_layers[layers, None, None]
+        after = torch.where(is_routed, routed.tiers, before)
+        outranked = is_routed & routed.outranked
         pages = self.views.page_table[index, :width].to(torch.int64)
-        self._apply(layers, pages, before, after)
-        self.views.set_tiers(layers, index, after)
+        after = self._apply(layers, pages, before, after)
+        risen = self.views.outranked[layers, index, :width] & ~outranked
+        self.counters.add(Counter.RANK_PROMOTED, (risen & (after != Tier.EVICTED)).sum())
+        self.views.set_tiers(layers, index, after, outranked)
 
     def _apply(
         self, layers: slice, pages: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> None:
+    ) -> torch.Tensor:
+        """Make and release copies; returns the tiers that came of it."""
         full, coded = self.arena.full, self.arena.coded
         owners = self._owners(layers, pages)
         was_full, was_coded = before == Tier.FULL, before == Tier.CODED
+        had_codes = self._holds_codes(before, owners)
+
+        coded.release(self._select(had_codes & (after == Tier.EVICTED), owners))
+        if self._quantize(was_full & (after == Tier.CODED) & ~had_codes, owners):
+            uncoded = (after == Tier.CODED) & (coded.table[owners] < 0)
+            after = torch.where(uncoded, Tier.EVICTED, after)
         to_coded = was_full & (after == Tier.CODED)
         to_full = was_coded & (after == Tier.FULL)
         gone = after == Tier.EVICTED
-        had_codes = self._holds_codes(before, owners)
-
-        coded.release(_select(had_codes & gone, owners))
-        self._quantize(to_coded & ~had_codes, owners)
-        full.release(_select(was_full & (to_coded | gone), owners))
+        full.release(self._select(was_full & (to_coded | gone), owners))
         if self.budget.config.promote is Promotion.DEQUANTIZE:
             self._dequantize(to_full, owners)
 
@@ -222,22 +241,56 @@ class TierManager:
         count(Counter.PROMOTED, to_full.sum())
         count(Counter.QUANTIZED, (to_coded & ~had_codes).sum())
         count(Counter.CODES_REUSED, (to_coded & had_codes).sum())
+        return after
 
-    def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> None:
-        chosen = _select(mask, owners)
-        windows = _select(mask, self._window_index(mask))
+    def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> int:
+        """Code FULL windows; returns how many can't be coded, which have no codes then."""
+        chosen = self._select(mask, owners)
+        windows = self._select(mask, self._window_index(mask)).to(torch.int32)
+        coded_slots = self.arena.coded.allocate(chosen)
         non_finite = self.kernels.quantize(
             self.full_arena,
             self.coded_arena,
             self.arena.full.slot_of(chosen),
-            self.arena.coded.allocate(chosen),
-            windows.to(torch.int32),
+            coded_slots,
+            windows,
         )
-        self.counters.add(Counter.NON_FINITE, non_finite)
+        if non_finite:
+            self._refuse(chosen, coded_slots, windows)
+            self.counters.add(Counter.NON_FINITE, non_finite)
+        return non_finite
+
+    def _refuse(
+        self, owners: torch.Tensor, coded_slots: torch.Tensor, windows: torch.Tensor
+    ) -> None:
+        """Release the codes that decode to NaN, and say so once."""
+        n = owners.shape[0]
+        decoded = torch.zeros(
+            (n, 2, *self.full_arena.keys.shape[1:]),
+            dtype=self.full_arena.keys.dtype,
+            device=self.device,
+        )
+        targets = torch.arange(n, dtype=torch.int32, device=self.device)
+        self.kernels.dequantize(
+            FullArena(keys=decoded[:, 0], values=decoded[:, 1]),
+            self.coded_arena,
+            torch.where(owners >= 0, targets, -1),
+            coded_slots,
+            windows,
+        )
+        refused = torch.where(decoded.isnan().flatten(1).any(1), owners, -1)
+        self.arena.coded.release(refused)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "KV tiering: layer %d has keys or values that are NaN, infinite or too large to "
+                "be coded; such windows are evicted (said once, counted as non_finite)",
+                int(refused.max()) // self.pages_per_layer,
+            )
 
     def _dequantize(self, mask: torch.Tensor, owners: torch.Tensor) -> None:
-        chosen = _select(mask, owners)
-        windows = _select(mask, self._window_index(mask))
+        chosen = self._select(mask, owners)
+        windows = self._select(mask, self._window_index(mask))
         self.kernels.dequantize(
             self.full_arena,
             self.coded_arena,
@@ -248,6 +301,13 @@ class TierManager:
 
     def _window_index(self, like: torch.Tensor) -> torch.Tensor:
         return torch.arange(like.shape[-1], device=self.device).expand(like.shape)
+
+    def _select(self, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The masked values as one list; with fixed shapes all, with -1 where masked out."""
+        values = values.expand(mask.shape)
+        if self.arena.fixed_shapes:
+            return torch.where(mask, values, -1).flatten()
+        return values[mask]
 
     def _holds_codes(self, tier: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """Windows of views that hold codes: coded ones, and FULL ones with shadow codes."""
@@ -271,21 +331,13 @@ class TierManager:
 
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""
-        tables = sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in (
-                self.arena.full.table,
-                self.arena.coded.table,
-                self.views.tier,
-                self.views.score,
-                self.views.windows,
-                self.views.num_full,
-                self.views.num_coded,
-                self.views.page_table,
-            )
-        )
+        full, coded = self.arena.full, self.arena.coded
         return LedgerBytes.of(
-            self.budget.geometry, int(self.arena.full.count), int(self.arena.coded.count), tables
+            self.budget.geometry,
+            num_full=int(full.count),
+            num_coded=int(coded.count),
+            num_shadow=int(((full.table >= 0) & (coded.table >= 0)).sum()),
+            tables=full.table_bytes + coded.table_bytes + self.views.num_bytes,
         )
 
     def occupancy(self) -> Occupancy:
@@ -325,14 +377,3 @@ class TierManager:
             if int(side.count) != len(seen):
                 problems.append(f"{int(side.count)} {name} copies, {len(seen)} seen by views")
         return problems
-
-
-def _select(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The masked values as one list; on an accelerator all, with -1 where masked out.
-
-    So shapes are fixed where a host that waited for a count would stall the device.
-    """
-    values = values.expand(mask.shape)
-    if mask.is_cuda:
-        return torch.where(mask, values, -1).flatten()
-    return values[mask]

@@ -6,12 +6,13 @@ It knows neither memory nor engine. Higher scores mean more attention received.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
 from qevict_tiers.config import Promotion
 
-__all__ = ["Tier", "rank_windows", "route"]
+__all__ = ["Routed", "Tier", "rank_windows", "route"]
 
 
 class Tier(IntEnum):
@@ -25,6 +26,18 @@ class Tier(IntEnum):
     """INT2 or INT4 codes that take part in attention."""
     EVICTED = 3
     """Gone."""
+
+
+class Routed(NamedTuple):
+    """What a routing event decides, for windows ``[L, B, N]``.
+
+    tiers: uint8, ``Tier`` from now on. outranked: bool, candidates that rank below the first
+    ``max_full``; with ``Promotion.ALIAS`` they may be FULL nevertheless, or coded and not
+    outranked.
+    """
+
+    tiers: torch.Tensor
+    outranked: torch.Tensor
 
 
 def rank_windows(scores: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
@@ -47,7 +60,7 @@ def route(
     max_full: torch.Tensor,
     max_coded: torch.Tensor,
     promote: Promotion,
-) -> torch.Tensor:
+) -> Routed:
     """The tiers of all windows after a routing event.
 
     Candidates are the FULL and coded windows of the history. The first ``max_full`` in
@@ -59,7 +72,7 @@ def route(
     ``scores``: float32 ``[L, B, N]``; ``tiers``: uint8 ``[L, B, N]`` (``Tier``);
     ``history_start``, ``history_end``: int64 ``[B]``, half-open range of windows between
     sink and local; ``max_full``, ``max_coded``: int64 ``[B]``. Windows outside the
-    history keep their tier. Returns uint8 ``[L, B, N]``.
+    history keep their tier.
     """
     window = torch.arange(scores.shape[-1], device=scores.device)
     in_history = (window >= history_start[:, None]) & (window < history_end[:, None])
@@ -79,4 +92,7 @@ def route(
     ranked[to_full] = Tier.FULL
     ranked[to_coded] = Tier.CODED
     routed = torch.empty_like(tiers).scatter_(-1, order, ranked)
-    return torch.where(candidates, routed, tiers)
+    # In rank order a window's index is its rank.
+    below = ranked_candidate & (window >= max_full[:, None])
+    outranked = torch.empty_like(candidates).scatter_(-1, order, below)
+    return Routed(torch.where(candidates, routed, tiers), outranked)

@@ -14,24 +14,32 @@ class Views:
     """The private views of all rows (requests) in all layers.
 
     tier: uint8 ``[L, rows, N]`` (``Tier``). score: float32 ``[L, rows, N]``, attention
-    mass gathered so far. windows, num_full, num_coded: the window lists of
-    ``qevict_kernels.interface.LayerView``, which kernels read: tier as lists.
-    page_table: int32 ``[rows, N]``.
+    mass gathered so far. outranked: bool ``[L, rows, N]``, windows that ranked below the
+    first ``K_f`` at their row's last routing event. windows, num_full, num_coded: the
+    window lists of ``qevict_kernels.interface.LayerView``, which kernels read: tier as
+    lists. page_table: int32 ``[rows, N]``.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_windows: int, device: torch.device):
         shape = (num_layers, num_rows, max_windows)
         self.tier = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.score = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.outranked = torch.zeros(shape, dtype=torch.bool, device=device)
         self.windows = torch.zeros(shape, dtype=torch.int32, device=device)
         self.num_full = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self.num_coded = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self.page_table = torch.zeros(shape[1:], dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        tensors = (self.tier, self.score, self.outranked, self.windows, self.num_full)
+        return sum(x.nbytes for x in (*tensors, self.num_coded, self.page_table))
+
     @staticmethod
     def row_bytes(num_layers: int, max_windows: int) -> int:
         """Bytes that one row takes."""
-        return max_windows * (num_layers * (1 + 4 + 4) + 4) + num_layers * 8
+        return max_windows * (num_layers * (1 + 4 + 1 + 4) + 4) + num_layers * 8
 
     def layer_view(
         self, layer: int, full_slot: torch.Tensor, coded_slot: torch.Tensor
@@ -50,6 +58,7 @@ class Views:
         """Make rows (int64 ``[n]``) empty."""
         self.tier[:, rows] = Tier.NONE
         self.score[:, rows] = 0.0
+        self.outranked[:, rows] = False
         self.num_full[:, rows] = 0
         self.num_coded[:, rows] = 0
 
@@ -71,13 +80,17 @@ class Views:
         self.windows[layers, rows, position] = windows.to(torch.int32)
         self.num_full.index_add_(1, rows, torch.ones_like(position, dtype=torch.int32))
 
-    def set_tiers(self, layers: slice, rows: torch.Tensor, tiers: torch.Tensor) -> None:
-        """Set the tiers of the first ``n`` windows of rows, and rebuild their lists.
+    def set_tiers(
+        self, layers: slice, rows: torch.Tensor, tiers: torch.Tensor, outranked: torch.Tensor
+    ) -> None:
+        """Set tiers and ranks of the first ``n`` windows of rows, and rebuild their lists.
 
-        ``tiers``: uint8 ``[len(layers), len(rows), n]``; windows from ``n`` on must not exist.
+        ``tiers``: uint8 ``[len(layers), len(rows), n]``, ``outranked``: bool, same shape;
+        windows from ``n`` on must not exist.
         """
         n, width = tiers.shape[-1], self.windows.shape[-1]
         self.tier[layers, rows, :n] = tiers
+        self.outranked[layers, rows, :n] = outranked
         full, coded = tiers == Tier.FULL, tiers == Tier.CODED
         lists = torch.zeros((*tiers.shape[:2], width + 1), dtype=torch.int32, device=tiers.device)
         window = torch.arange(n, dtype=torch.int32, device=tiers.device).expand(tiers.shape)

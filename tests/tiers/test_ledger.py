@@ -1,0 +1,132 @@
+"""What the ledger says of a small engine, and what becomes of windows that can't be coded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from mini_engine import MiniEngine
+from qevict_kernels import make_kernels
+from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_tiers.arena import Arena
+from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.ledger import Counter
+from qevict_tiers.manager import TierManager
+from qevict_tiers.policy import Tier
+from qevict_tiers.views import Views
+
+
+def make_engine(
+    promote: Promotion = Promotion.ALIAS,
+    params: ParamFormat = ParamFormat.UINT8,
+    fixed_shapes: bool = False,
+) -> MiniEngine:
+    config = TieringConfig(
+        budget=Fraction(3, 10), min_context=112, local=16, promote=promote, params=params
+    )
+    return MiniEngine(
+        lambda g, r: make_kernels(g, r, torch.device("cpu")),
+        config,
+        WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64, params=params),
+        kv_tokens=1600,
+        context=640,
+        fixed_shapes=fixed_shapes,
+    )
+
+
+def test_bytes_by_kind_sum_to_what_the_arena_holds() -> None:
+    engine = make_engine(Promotion.DEQUANTIZE)
+    engine.start(1, 300)
+    engine.extend({1: 300})
+    for _ in range(60):
+        engine.decode([1])
+    ledger = engine.manager.ledger_bytes()
+    windows = engine.manager.occupancy()
+    budget = engine.plan.budget
+    promoted = engine.manager.arena.coded.count.item() - sum(windows.coded)
+    assert promoted > 0
+    assert ledger.full == sum(windows.full) * budget.full_bytes
+    assert ledger.shadow == promoted * budget.coded_bytes
+    assert (
+        ledger.codes + ledger.params + ledger.alignment == sum(windows.coded) * budget.coded_bytes
+    )
+
+
+def test_tables_are_those_that_the_plan_sets_bytes_aside_for() -> None:
+    engine = make_engine()
+    plan, budget = engine.plan, engine.plan.budget
+    expected = (
+        (plan.num_rows + 1) * Views.row_bytes(budget.num_layers, plan.max_windows)
+        + (plan.num_pages + 1) * TierManager.page_bytes(budget.num_layers)
+        + Arena.bookkeeping_bytes(plan.arena_bytes, budget.full_bytes, budget.coded_bytes)
+    )
+    assert engine.manager.ledger_bytes().tables == expected
+    assert expected < plan.table_bytes
+
+
+def test_promotions_by_rank_are_counted_where_none_is_physical() -> None:
+    engine = make_engine(Promotion.ALIAS)
+    engine.start(1, 300)
+    engine.extend({1: 300})
+    row = engine.running[1].row
+    for _ in range(17):
+        engine.decode([1])
+    assert engine.manager.counters.read()[Counter.PROMOTED] == 0
+    before = engine.manager.counters.read()[Counter.RANK_PROMOTED]
+    layer, window = (engine.manager.views.tier[:, row] == Tier.CODED).nonzero()[0].tolist()
+    engine.manager.views.score[layer, row, window] = 1e6
+    for _ in range(16):
+        engine.decode([1])
+    assert engine.manager.views.tier[layer, row, window] == Tier.CODED
+    assert not engine.manager.views.outranked[layer, row, window]
+    counts = engine.manager.counters.read()
+    assert counts[Counter.PROMOTED] == 0
+    assert counts[Counter.RANK_PROMOTED] > before
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize(
+    ("value", "params"),
+    [
+        (math.nan, ParamFormat.UINT8),
+        (math.inf, ParamFormat.UINT8),
+        (-math.inf, ParamFormat.FP16),
+        (1e6, ParamFormat.FP16),  # finite, but no float16
+    ],
+)
+def test_what_can_not_be_coded_is_evicted_from_its_view_alone(
+    value: float, params: ParamFormat, fixed_shapes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer, offset = 1, 3
+    runs, windows = [], []
+    for spoil in (False, True):
+        engine = make_engine(params=params, fixed_shapes=fixed_shapes)
+        views = engine.manager.views
+        for name in (1, 2):
+            engine.start(name, 300)
+            engine.extend({name: 296})
+        if spoil:
+            # Two that would be coded without it.
+            windows = (runs[0][0][layer] == Tier.CODED).nonzero()[:2, 0].tolist()
+            pages = views.page_table[engine.running[1].row, windows].long()
+            slots = engine.manager.layer_view(layer).full_slot[pages].long()
+            engine.manager.full_arena.values[slots, 0, offset, 5] = value
+        engine.extend({1: 4, 2: 4})
+        for _ in range(20):
+            engine.decode([1, 2])
+        outputs = {name: torch.stack(engine.outputs[name][-40:]) for name in (1, 2)}
+        assert engine.problems() == []
+        runs.append((engine.tiers(1), outputs))
+        counts = engine.manager.counters.read()
+        assert counts[Counter.NON_FINITE] == (2 if spoil else 0)
+    (_, clean), (tiers, spoiled) = runs
+    assert (tiers[layer, windows] == Tier.EVICTED).all()
+    assert torch.equal(spoiled[2], clean[2])
+    assert spoiled[1].isfinite().all()
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert f"layer {layer} has" in warnings[0]
