@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
+import torch
 
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import TieringConfig
 from sglang_qevict.flags import OPTIONS, config_from
-from sglang_qevict.refusals import refused_flags, refused_model
+from sglang_qevict.refusals import refused_flags, refused_kv_dtype, refused_model
 from sglang_qevict.runtime import NAME, config_of
 
 __all__ = [
@@ -27,10 +28,21 @@ __all__ = [
     "from_keywords",
     "is_command_line",
     "refusing",
+    "window_geometry",
 ]
 
 REFUSED_STATUS = 2
 """Exit status of a refusal, as of argparse's own."""
+
+_KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+"""What --kv-cache-dtype names; with auto a checkpoint decides, which only its loader knows."""
+
+_BACKEND_FIELDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "radix_cache_backend",
+)
 
 _KEYWORDS = ("kv_tiering", "kv_tiering_prefix_reuse", *(option.dest for option in OPTIONS))
 
@@ -84,8 +96,10 @@ def check_model(server_args: Any, previous: Callable[[Any], None]) -> None:
     if config is None:
         return
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
 
-    problem = _problem_with(model_config_of(server_args), config)
+    kv_cache_dtype = resolving_view(server_args).kv_cache_dtype
+    problem = _problem_with(model_config_of(server_args), config, kv_cache_dtype)
     if problem is None:
         return
     if is_command_line(server_args):
@@ -110,7 +124,23 @@ def refusing(server_args: Any) -> Iterator[None]:
         raise
 
 
-def _problem_with(model: Any, config: TieringConfig) -> str | None:
+def window_geometry(model: Any, config: TieringConfig, tp_size: int = 1) -> WindowGeometry:
+    """Windows of SGLang's model configuration, on one of ``tp_size`` ranks.
+
+    Raises ``ValueError`` for a shape that no kernel supports.
+    """
+    return WindowGeometry(
+        num_q_heads=model.num_attention_heads // tp_size,
+        num_kv_heads=model.get_num_kv_heads(tp_size),
+        head_dim=model.head_dim,
+        window=config.window,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        params=config.params,
+    )
+
+
+def _problem_with(model: Any, config: TieringConfig, kv_cache_dtype: str) -> str | None:
     from sglang.srt.platforms import current_platform
 
     if current_platform.device_type != "cpu":
@@ -120,20 +150,11 @@ def _problem_with(model: Any, config: TieringConfig) -> str | None:
         )
     for sentence in refused_model(model):
         return sentence
-    # The budget rule depends on the ratio of bytes, not on how many heads a rank has.
-    heads = model.num_key_value_heads
-    group = max(1, model.num_attention_heads // heads)
+    for sentence in refused_kv_dtype(model.dtype, _KV_DTYPES.get(kv_cache_dtype, model.dtype)):
+        return sentence
     try:
-        geometry = WindowGeometry(
-            heads * group,
-            heads,
-            model.head_dim,
-            config.window,
-            config.key_bits,
-            config.value_bits,
-            config.params,
-        )
-        WindowBudget(config, geometry, model.num_hidden_layers)
+        # The budget rule depends on the ratio of bytes, not on how many heads a rank has.
+        WindowBudget(config, window_geometry(model, config), model.num_hidden_layers)
     except ValueError as error:
         return str(error)
     return None
@@ -142,6 +163,7 @@ def _problem_with(model: Any, config: TieringConfig) -> str | None:
 def _apply(server_args: Any, config: TieringConfig | None) -> None:
     """Set what tiering needs of SGLang's raw arguments, before they are resolved."""
     if config is None:
+        _require_no_backend_of_ours(server_args)
         return
     for sentence in refused_flags(server_args, config):
         raise ValueError(sentence)
@@ -153,6 +175,15 @@ def _apply(server_args: Any, config: TieringConfig | None) -> None:
     # Prefills are routed as they run, which a captured graph could not do.
     server_args.disable_prefill_cuda_graph = True
     _attach(server_args, "_kv_tiering", config)
+
+
+def _require_no_backend_of_ours(server_args: Any) -> None:
+    for field in _BACKEND_FIELDS:
+        if getattr(server_args, field) == NAME:
+            flag = f"--{field.replace('_', '-')} {NAME}"
+            raise ValueError(
+                f"{flag} is a part of --kv-tiering qevict: add --kv-tiering qevict, or drop {flag}"
+            )
 
 
 def _attach(server_args: Any, name: str, value: Any) -> None:

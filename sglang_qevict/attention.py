@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType
 
 from qevict_kernels import make_kernels
+from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import Promotion
 from qevict_tiers.manager import StorePlaces, TierManager
 from sglang_qevict.arguments import refusing
 from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
-from sglang_qevict.rotary import find_rotary
+from sglang_qevict.rotary import attention_layers, find_rotary
 from sglang_qevict.runtime import runtime
 from sglang_qevict.state import Chunk, TieringState
 
@@ -23,20 +27,26 @@ __all__ = ["QEvictAttentionBackend"]
 logger = logging.getLogger(__name__)
 
 
-def _require_plain_attention(model: torch.nn.Module) -> None:
+def _require_plain_attention(
+    model: torch.nn.Module, budget: WindowBudget, first_layer: int
+) -> None:
     """Check each attention layer, since a configuration does not tell everything.
 
     Raises ``ValueError``, in one sentence, for a layer that windows would get wrong.
     """
-    for name, layer in model.named_modules():
-        if not isinstance(layer, RadixAttention):
-            continue
+    geometry = budget.geometry
+    planned = (geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim)
+    for name, layer in attention_layers(model):
+        shape = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim)
         features = {
             "cross-attention": layer.is_cross_attention,
             "bidirectional attention": layer.attn_type is not AttentionType.DECODER,
             "an attention logit cap": layer.logit_cap > 0,
+            "a temperature by position": layer.xai_temperature_len > 0,
             "a sliding window": layer.sliding_window_size > -1,
             "values of another width than keys": layer.v_head_dim != layer.head_dim,
+            f"{shape} query heads, KV heads and channels of a head where the model's "
+            f"configuration has {planned}": shape != planned,
         }
         found = [feature for feature, present in features.items() if present]
         if found:
@@ -44,6 +54,56 @@ def _require_plain_attention(model: torch.nn.Module) -> None:
                 f"--kv-tiering qevict serves plain causal attention, but {name} has "
                 f"{' and '.join(found)}: drop --kv-tiering, or serve another model"
             )
+    layers = sorted(layer.layer_id for _, layer in attention_layers(model))
+    expected = list(range(first_layer, first_layer + budget.num_layers))
+    if layers != expected:
+        raise ValueError(
+            f"--kv-tiering qevict serves one attention in each of {len(expected)} layers, but this "
+            f"model has {len(layers)}, in layers {layers}: drop --kv-tiering, or serve another "
+            "model"
+        )
+
+
+def _require_nothing_else(layer: Any, options: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for what a model asks of attention that would not be done."""
+    asked = [name for name, value in options.items() if value is not None]
+    if asked:
+        raise TypeError(
+            f"--kv-tiering qevict serves plain causal attention, but layer {layer.layer_id} asks "
+            f"for {', '.join(asked)}: drop --kv-tiering, or serve another model"
+        )
+
+
+def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, promote: Promotion) -> None:
+    """Run each kernel that serving needs once, on one window of one request.
+
+    Those that compile at their first use do so here, or load what an earlier start compiled.
+    """
+    geometry = kernels.geometry
+    device = kernels.rotary.cos_sin.device
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    window = zeros(1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim, dtype=dtype)
+    full = FullArena(keys=window[:, 0], values=window[:, 1])
+    coded = zeros(1, geometry.num_kv_heads, geometry.record.record_bytes, dtype=torch.uint8)
+    slot, row, one = zeros(1), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64) + 1
+    view = LayerView(
+        page_table=zeros(1, 1),
+        full_slot=slot,
+        coded_slot=slot,
+        windows=zeros(1, 1),
+        num_full=zeros(1) + 1,
+        num_coded=zeros(1),
+    )
+    query = zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=dtype)
+    out, scores = torch.empty_like(query), zeros(1, 1, dtype=torch.float32)
+    kernels.extend(query, full, coded, view, row, row, one, 1.0, out, scores, row)
+    kernels.decode(query, full, coded, view, row, one, 1.0, out, scores)
+    kernels.quantize(full, coded, slot, slot, slot)
+    if promote is Promotion.DEQUANTIZE:
+        kernels.dequantize(full, coded, slot, slot, slot)
 
 
 class QEvictAttentionBackend(AttentionBackend):
@@ -59,12 +119,15 @@ class QEvictAttentionBackend(AttentionBackend):
         plan = runtime.require_plan()
         pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
         with refusing(runner.server_args):
-            _require_plain_attention(runner.model)
+            _require_plain_attention(runner.model, plan.budget, pool.start_layer)
             rotary = find_rotary(runner.model, runner.device)
-            rotary.require_linear()
+            kernels = make_kernels(plan.budget.geometry, rotary, torch.device(runner.device))
+        started = time.perf_counter()
+        compile_kernels(kernels, pool.dtype, plan.budget.config.promote)
+        logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
         manager = TierManager(
             plan.budget,
-            make_kernels(plan.budget.geometry, rotary, torch.device(runner.device)),
+            kernels,
             pool.storage,
             num_pages=plan.num_pages,
             num_rows=requests.req_to_token.shape[0],
@@ -108,6 +171,7 @@ class QEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One new token of each request: ``q`` ``[B, Hq * D]`` -> ``[B, Hq * D]``."""
+        _require_nothing_else(layer, kwargs)
         index = layer.layer_id - self._first_layer
         if index == 0:
             # By the first layer and not before all of them, so that a captured graph repeats it.
@@ -140,6 +204,7 @@ class QEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """New tokens of each request: ``q`` ``[T, Hq * D]`` -> ``[T, Hq * D]``."""
+        _require_nothing_else(layer, kwargs)
         index = layer.layer_id - self._first_layer
         self._state.allocate_layer(index, self._chunks)
         if save_kv_cache:

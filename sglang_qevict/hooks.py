@@ -11,12 +11,12 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from sglang_qevict import arguments
 from sglang_qevict.admission import project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
+from sglang_qevict.refusals import refused_kv_dtype, refused_request
 from sglang_qevict.runtime import config_of, runtime
 
 __all__ = ["HOOKS", "LAUNCHER_HOOKS", "register_hooks", "require_hooks"]
@@ -69,19 +69,12 @@ def config_from_budget(
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
     model = configurator.model_config
-    tp_size = get_parallel().attn_tp_size
-    geometry = WindowGeometry(
-        num_q_heads=model.num_attention_heads // tp_size,
-        num_kv_heads=model.get_num_kv_heads(tp_size),
-        head_dim=model.head_dim,
-        window=config.window,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        params=config.params,
-    )
+    geometry = arguments.window_geometry(model, config, get_parallel().attn_tp_size)
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
     token_bytes = budget.num_layers * budget.full_bytes // config.window
     with arguments.refusing(configurator.server_args):
+        for sentence in refused_kv_dtype(model.dtype, configurator.kv_cache_dtype):
+            raise ValueError(sentence)
         runtime.plan = plan_capacity(
             budget,
             total_bytes=pool_config.max_total_num_tokens * token_bytes,
@@ -137,6 +130,14 @@ def prepare_for_extend(result: None, batch: Any) -> None:
         )
 
 
+def validate_beam_search(original: Any, coordinator: Any, req: Any, recv_req: Any) -> str | None:
+    """Beam search gets HTTP 400 with our reason; SGLang's own asks for --page-size 1."""
+    if runtime.active:
+        for sentence in refused_request(req):
+            return sentence
+    return original(coordinator, req, recv_req)
+
+
 def get_internal_state(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """``/server_info`` shows what tiering holds."""
     if runtime.state is not None:
@@ -184,6 +185,11 @@ HOOKS: tuple[_Hook, ...] = (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         prepare_for_extend,
         HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.beam_search.coordinator.BeamCoordinator.validate_and_init",
+        validate_beam_search,
+        HookType.AROUND,
     ),
     (
         f"{_SRT}.managers.scheduler_components.internal_state"

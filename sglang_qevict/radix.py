@@ -7,6 +7,8 @@ from typing import Any
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_qevict.arguments import refusing
+
 __all__ = ["TieredRadixCache", "create_cache"]
 
 
@@ -26,5 +28,15 @@ class TieredRadixCache(UnifiedRadixCache):
 
 
 def create_cache(context: Any) -> Any:
-    """The cache for SGLang's ``--radix-cache-backend qevict``."""
+    """The cache for SGLang's ``--radix-cache-backend qevict``.
+
+    Raises ``ValueError`` for a model for which SGLang disables the cache itself: it would
+    then admit requests with ``ignore_eos`` without asking for their claims.
+    """
+    with refusing(context.server_args):
+        if context.disable_radix_cache:
+            raise ValueError(
+                "--kv-tiering qevict admits requests through the prefix cache, which SGLang "
+                "disables for this model: drop --kv-tiering, or serve another model"
+            )
     return create_unified_radix_cache(context, cache_class=TieredRadixCache)

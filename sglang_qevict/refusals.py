@@ -1,4 +1,4 @@
-"""What tiering cannot serve: each case, with the flag to drop or the feature of the model."""
+"""What tiering cannot serve: flags to drop, features of models, kinds of requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
 from qevict_tiers.config import TieringConfig
 
-__all__ = ["FLAG_REFUSALS", "MODEL_REFUSALS", "Refusal", "refused_flags", "refused_model"]
+__all__ = [
+    "FLAG_REFUSALS",
+    "MODEL_REFUSALS",
+    "REQUEST_REFUSALS",
+    "Refusal",
+    "refused_flags",
+    "refused_kv_dtype",
+    "refused_model",
+    "refused_request",
+]
 
 
 @dataclass(frozen=True)
 class Refusal:
     """One thing that tiering does not serve.
 
-    what: for the table in the docs, a flag or a feature of a model. found: whether
-    SGLang's arguments (or its model configuration) ask for it. reason: why, in a few words.
+    what: for the table in the docs, a flag or a feature of a model or a request. found:
+    whether SGLang's arguments (its model configuration, its request) ask for it. reason:
+    why, in a few words.
     """
 
     what: str
@@ -39,6 +51,8 @@ def _not_in(field: str, *allowed: Any) -> Callable[[Any], bool]:
 
 _OWN_TIERS = "tiering keeps its own copies and tiers of the KV cache"
 _ROW_SHAPE = "it writes or reads KV in a shape that tiered windows do not have"
+_NOT_DECODED = "nothing is decoded, so tiers would save nothing"
+_PADS_BATCHES = "it pads batches with rows that belong to no request"
 
 FLAG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -80,11 +94,23 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         "a session would keep rows that tiering believes are gone",
     ),
     Refusal(
+        "--enable-session-radix-cache",
+        _is_set("enable_session_radix_cache"),
+        "tiering does not know which session refers to a prefix",
+    ),
+    Refusal("--kv-canary", _not_in("kv_canary", "none"), _ROW_SHAPE),
+    Refusal(
+        "--enable-mis", _is_set("enable_mis"), "tiered attention is causal, with no other mask"
+    ),
+    Refusal("--is-embedding", _is_set("is_embedding"), _NOT_DECODED),
+    Refusal(
         "--kv-cache-dtype",
-        _not_in("kv_cache_dtype", "auto", "bf16", "bfloat16", "float16"),
+        _not_in("kv_cache_dtype", "auto", "bf16", "bfloat16"),
         "FULL windows have the model's dtype and the others a code of tiering's own",
     ),
     Refusal("--dcp-size", _above_one("dcp_size"), "a window is not spread over ranks"),
+    Refusal("--attn-dp-size", _above_one("attn_dp_size"), _PADS_BATCHES),
+    Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), _PADS_BATCHES),
     Refusal("--attn-cp-size", _above_one("attn_cp_size"), "a prompt is not spread over ranks"),
     Refusal("--pp-size", _above_one("pp_size"), "the budget spans all layers of a model"),
     Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "diffusion rewrites tokens in place"),
@@ -147,6 +173,11 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("recurrent (Mamba, linear attention) layers", _is_recurrent, "they have no windows"),
     Refusal(
+        "an embedding, reward or classification head",
+        lambda model: not model.is_generation,
+        _NOT_DECODED,
+    ),
+    Refusal(
         "attention sinks", lambda model: bool(model.has_attention_sinks), "window masses miss them"
     ),
     Refusal(
@@ -180,6 +211,14 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
             model.head_dim not in SUPPORTED_HEAD_DIMS or model.v_head_dim != model.head_dim
         ),
         "no kernel was built for it",
+    ),
+)
+
+REQUEST_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "beam search (`beam_width` above 1)",
+        lambda request: (request.sampling_params.beam_width or 1) > 1,
+        "beams take over each other's KV as they decode",
     ),
 )
 
@@ -220,3 +259,24 @@ def refused_model(model_config: Any) -> Iterator[str]:
                 f"--kv-tiering qevict does not serve models with {refusal.what}, since "
                 f"{refusal.reason}: drop --kv-tiering, or serve another model"
             )
+
+
+def refused_kv_dtype(model_dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[str]:
+    """A sentence for a KV cache of another dtype than the model's."""
+    if kv_dtype != model_dtype:
+        yield (
+            f"--kv-tiering qevict keeps FULL windows in the model's dtype ({_name(model_dtype)}), "
+            f"but --kv-cache-dtype or the checkpoint asks for {_name(kv_dtype)}: use --dtype "
+            "bfloat16 --kv-cache-dtype bfloat16"
+        )
+
+
+def refused_request(request: Any) -> Iterator[str]:
+    """A sentence for each thing that a request asks for and that cannot be served."""
+    for refusal in REQUEST_REFUSALS:
+        if refusal.found(request):
+            yield f"KV tiering does not serve {refusal.what}, since {refusal.reason}."
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

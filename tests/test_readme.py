@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from sglang_qevict.flags import OPTIONS
-from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS
+from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS, REQUEST_REFUSALS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -24,7 +24,7 @@ def test_the_table_of_flags_is_the_parser_s() -> None:
 
 
 def test_the_table_of_refusals_is_complete() -> None:
-    refusals = [*FLAG_REFUSALS, *MODEL_REFUSALS]
+    refusals = [*FLAG_REFUSALS, *MODEL_REFUSALS, *REQUEST_REFUSALS]
     expected = [[f"`{r.what}`" if r.what[0] == "-" else r.what, r.reason] for r in refusals]
     assert rows_of("What is refused") == expected
 

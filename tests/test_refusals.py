@@ -11,14 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.server_args import ServerArgs
 
 from command_line import parse, tiered
 from sglang_qevict.arguments import check_model, from_keywords
 from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS, Refusal, refused_model
-from sglang_qevict.runtime import config_of
+from sglang_qevict.runtime import NAME, config_of
 
 PREFIX = "sglang-qevict: error: "
+
+add_attention_backend_choices([NAME])  # as the plugin does
 
 # How a user comes to each refusal of a flag: the command line that asks for it.
 FLAGS: dict[str, list[str]] = {
@@ -36,8 +40,14 @@ FLAGS: dict[str, list[str]] = {
     "--enable-two-batch-overlap": ["--enable-two-batch-overlap"],
     "--enable-deterministic-inference": ["--enable-deterministic-inference"],
     "--enable-streaming-session": ["--enable-streaming-session"],
+    "--enable-session-radix-cache": ["--enable-session-radix-cache"],
+    "--kv-canary": ["--kv-canary", "log"],
+    "--enable-mis": ["--enable-mis"],
+    "--is-embedding": ["--is-embedding"],
     "--kv-cache-dtype": ["--kv-cache-dtype", "fp8_e4m3"],
     "--dcp-size": ["--dcp-size", "2"],
+    "--attn-dp-size": ["--attn-dp-size", "2"],
+    "--enable-dp-attention": ["--enable-dp-attention"],
     "--attn-cp-size": ["--attn-cp-size", "2"],
     "--pp-size": ["--pp-size", "2"],
     "--dllm-algorithm": ["--dllm-algorithm", "LowConfidence"],
@@ -86,6 +96,9 @@ def test_a_refused_flag_is_none_of_tierings_business_without_it(flags: list[str]
         ["--page-size", "8"],
         ["--page-size", "16", "--kv-tiering-window", "16"],
         ["--kv-cache-dtype", "bfloat16"],
+        ["--kv-canary", "none"],
+        ["--attn-dp-size", "1"],
+        ["--attention-backend", "qevict", "--radix-cache-backend", "qevict"],
         ["--tp-size", "2"],
         ["--dp-size", "2"],
         ["--enable-mixed-chunk"],
@@ -102,6 +115,27 @@ def test_what_is_served_is_not_refused(flags: list[str]) -> None:
     assert config is not None
     assert server_args.page_size == config.window
     assert server_args.attention_backend == "qevict"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--attention-backend",
+        "--prefill-attention-backend",
+        "--decode-attention-backend",
+        "--radix-cache-backend",
+    ],
+)
+def test_a_part_of_tiering_is_refused_without_the_rest(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(flag, "qevict")
+    assert exit_.value.code == 2
+    told = f"{flag} qevict is a part of --kv-tiering qevict: add --kv-tiering qevict, or drop "
+    assert _sentence(capsys) == f"{told}{flag} qevict"
+    with pytest.raises(ValueError, match=f"^{flag} qevict is a part of"):
+        from_keywords(ServerArgs, {"model_path": "x", flag[2:].replace("-", "_"): "qevict"})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +229,7 @@ _LATENT = {
 }
 _MROPE = {"type": "mrope", "mrope_section": [8, 12, 12]}
 _NAMES = [refusal.what for refusal in MODEL_REFUSALS]
-_MLA, _SWA, _MAMBA, _SINKS, _CAP, _SHARED, _M_ROPE, _ENCODER, _DTYPE, _HEAD_DIM = _NAMES
+_MLA, _SWA, _MAMBA, _HEAD, _SINKS, _CAP, _SHARED, _M_ROPE, _ENCODER, _DTYPE, _HEAD_DIM = _NAMES
 
 # A configuration as published for each family, made small, and the features that are refused.
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -242,6 +276,8 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "qwen3-next": (_model("Qwen3NextForCausalLM", "qwen3_next", num_experts=4), [_MAMBA]),
     "falcon-h1": (_model("FalconH1ForCausalLM", "falcon_h1"), [_MAMBA]),
+    "reward": (_model("Qwen2ForRewardModel", "qwen2"), [_HEAD]),
+    "embedding": (_model("Qwen3Model", "qwen3"), [_HEAD]),
     "qwen2-vl": (
         _model("Qwen2VLForConditionalGeneration", "qwen2_vl", rope_scaling=_MROPE),
         [_M_ROPE],
@@ -327,6 +363,30 @@ def test_a_budget_below_its_floors_is_refused_with_the_flags_that_help(
 
 def test_a_budget_below_its_floors_is_served_with_a_longer_min_context(tmp_path: Path) -> None:
     flags = ("--kv-tiering-budget", "0.05", "--kv-tiering-min-context", "1024")
+    _check(tmp_path, _PLAIN, *flags)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "bfloat16"])
+def test_a_kv_cache_of_another_dtype_than_the_model_is_refused(
+    kv_cache_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _check(tmp_path, _PLAIN, "--dtype", "float16", "--kv-cache-dtype", kv_cache_dtype)
+    sentence = _sentence(capsys)
+    assert "the model's dtype (float16)" in sentence
+    assert sentence.endswith("asks for bfloat16: use --dtype bfloat16 --kv-cache-dtype bfloat16")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dtype", "float16"],
+        ["--dtype", "float16", "--kv-cache-dtype", "auto"],
+        ["--kv-cache-dtype", "bf16"],
+    ],
+    ids=" ".join,
+)
+def test_a_kv_cache_of_the_models_dtype_is_served(flags: list[str], tmp_path: Path) -> None:
     _check(tmp_path, _PLAIN, *flags)
 
 

@@ -1,0 +1,69 @@
+"""Hooks that answer for SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from command_line import tiered
+from sglang_qevict import hooks
+from sglang_qevict.runtime import Runtime
+
+
+def _request(beam_width: int | None) -> Any:
+    return SimpleNamespace(sampling_params=SimpleNamespace(beam_width=beam_width))
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "active", property(lambda _: True))
+
+
+def _validate(request: Any) -> str | None:
+    return hooks.validate_beam_search(lambda *_: "SGLang's own answer", None, request, None)
+
+
+def test_beam_search_is_refused_in_one_sentence_that_asks_for_no_page_size(active: None) -> None:
+    told = _validate(_request(4))
+    assert told is not None
+    assert told.startswith("KV tiering does not serve beam search (`beam_width` above 1), since")
+    assert "page-size" not in told
+
+
+@pytest.mark.parametrize("beam_width", [None, 1])
+def test_other_requests_are_sglangs_business(beam_width: int | None, active: None) -> None:
+    assert _validate(_request(beam_width)) == "SGLang's own answer"
+
+
+def test_beam_search_is_sglangs_business_without_tiering() -> None:
+    assert _validate(_request(4)) == "SGLang's own answer"
+
+
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
+)
+def test_a_pool_of_another_dtype_than_the_model_is_refused(
+    model: torch.dtype, cache: torch.dtype, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=1)
+    )
+    configurator = SimpleNamespace(
+        server_args=tiered(),
+        kv_cache_dtype=cache,
+        layer_info=SimpleNamespace(num_effective_layers=2),
+        model_config=SimpleNamespace(
+            dtype=model, num_attention_heads=4, get_num_kv_heads=lambda _: 2, head_dim=64
+        ),
+    )
+    with pytest.raises(SystemExit) as exit_:
+        hooks.config_from_budget(lambda *_, **__: None, configurator, 1 << 30)
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert f"dtype ({str(model)[6:]})" in told
+    assert f"asks for {str(cache)[6:]}: use --dtype bfloat16 --kv-cache-dtype bfloat16" in told
