@@ -109,7 +109,8 @@ OPTIONS: tuple[Option, ...] = (
         PrefillScores,
         "last, all",
         "Prompt queries that give the first scores: the last 32 (best when the question is "
-        "in the prompt) or all (best when it comes later).",
+        "in the prompt) or all (best when it comes later). In prompts that are routed chunk "
+        "by chunk, last means the last 32 before each routing.",
         tuple(x.value for x in PrefillScores),
     ),
     Option(
