@@ -44,6 +44,7 @@ from servers import (
     NAMES,
     STOCK,
     TIERED,
+    TURN_STEPS,
     Batch,
     Servers,
     Texts,
@@ -54,8 +55,6 @@ from servers import (
 CONTEXTS = (200, 1024, 4700, 7000)
 BATCHES = (1, 4, 8)
 SHORTEST = CONTEXTS[0]
-TURN_STEPS = 24
-"""A multiple of Omega, the steps between two routing events."""
 
 COLUMNS = (
     Column("context", "context", "d"),
@@ -86,12 +85,9 @@ def measure(
     bar: tqdm[Any],
 ) -> Row:
     """One cell of the table."""
-    # Turns and settling; the middle of them is at ``context`` tokens.
-    generated = turns * (TURN_STEPS + 3) + 16
-    prompts = texts.prompts(batch, context - generated // 2, same_text)
     batches: dict[str, Batch] = {}
     bar.set_postfix_str(f"{context} x {batch}: prefills")
-    for name, held in start_batches(servers, prompts, generated):
+    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
         batches[name] = held
         bar.update()
     load = ForeignLoad(servers.processes)

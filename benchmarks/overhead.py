@@ -24,7 +24,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from decode import TURN_STEPS
 from replay import Replay, StepTimes
 from report import (
     Column,
@@ -41,6 +40,7 @@ from servers import (
     NAMES,
     STOCK,
     TIERED,
+    TURN_STEPS,
     Batch,
     Servers,
     Texts,
@@ -95,10 +95,8 @@ def server_steps(
     bar: tqdm[Any],
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds of all steps by server, and the cores that others took."""
-    generated = turns * (TURN_STEPS + 3) + 16
-    prompts = texts.prompts(batch, context - generated // 2, same_text)
     batches: dict[str, Batch] = {}
-    for name, held in start_batches(servers, prompts, generated):
+    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
         batches[name] = held
         bar.update()
     load = ForeignLoad(servers.processes)

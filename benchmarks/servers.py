@@ -35,8 +35,17 @@ FLAGS = (
 STOCK, TIERED = "stock", "tiered"
 NAMES = (STOCK, TIERED)
 
+TURN_STEPS = 24
+"""Steps of a turn: a multiple of Omega, the steps between two routing events."""
+
 _SETTLE_STEPS = 3
 """Steps after a resumption that are not measured: a suspended one, and cold caches."""
+
+_SPARE_TOKENS = 64
+"""What a server may have decoded ahead of its stream when it is suspended."""
+
+_PILED_UP_SECONDS = 1e-3
+"""Tokens that follow each other faster were decoded before the suspension."""
 
 
 def tiering_flags(name: str, budget: float) -> tuple[str, ...]:
@@ -180,8 +189,12 @@ class Batch:
 
         A step is what lies between two tokens of the first request; the others take part in it.
         """
-        for _ in range(_SETTLE_STEPS):
-            tokens, since = self._token()
+        tokens, since = self._token()
+        settled = 0
+        while settled < _SETTLE_STEPS:
+            now_tokens, now = self._token()
+            settled += now - since > _PILED_UP_SECONDS
+            tokens, since = now_tokens, now
         durations: list[float] = []
         while len(durations) < count:
             now_tokens, now = self._token()
@@ -217,20 +230,23 @@ class Batch:
 
 
 def start_batches(
-    servers: Servers, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    servers: Servers, texts: Texts, context: int, batch: int, turns: int, same_text: bool
 ) -> Iterator[tuple[str, Batch]]:
-    """Have each server in turn prefill the prompts and hold them as a batch that decodes.
+    """Have each server in turn prefill the same prompts and hold them as a batch that decodes.
 
-    Stock gets a passage that is asked for repeatedly once ahead, so that its prefix cache
-    prefills it once.
+    The batch has ``context`` tokens a request in the middle of so many turns. With
+    ``same_text`` all requests are one passage, which stock gets once ahead, so that its
+    prefix cache prefills it once.
     """
+    steps = turns * (TURN_STEPS + _SETTLE_STEPS + 1)
+    prompts = texts.prompts(batch, context - steps // 2, same_text)
     for name in NAMES:
         with servers.running(name) as server:
-            if name == STOCK and len(prompts) > 1 and prompts[0] == prompts[1]:
+            if name == STOCK and same_text:
                 server.generate(prompts[0], max_new_tokens=1)
-            batch = Batch(server, prompts, max_new_tokens)
-            batch.start()
-        yield name, batch
+            held = Batch(server, prompts, steps + _SPARE_TOKENS)
+            held.start()
+        yield name, held
 
 
 def finish_batches(servers: Servers, batches: Mapping[str, Batch]) -> None:
