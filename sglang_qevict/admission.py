@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from qevict_tiers.claims import ClaimLedger, Prompt
 
-__all__ = ["TieredPrefillBudget", "project_running"]
+__all__ = ["TieredPrefillBudget", "continue_prompt", "project_running"]
+
+
+_Limit = TypeVar("_Limit", int, int | None)
 
 
 class _Candidate(NamedTuple):
@@ -35,6 +38,7 @@ class TieredPrefillBudget(PrefillBudget):
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self.final_tokens: dict[int, int] = {}
+        self.chunked_prompt_tokens: int | None = None
         self._ledger = ledger
         self._candidate = _Candidate(0, 0)
         self._admitted = _Candidate(0, 0)
@@ -52,24 +56,17 @@ class TieredPrefillBudget(PrefillBudget):
         **others: Any,
     ) -> tuple[bool, int | None]:
         """Whether a request may start its prefill, and how long its first chunk may be."""
-        fits, limit = super().check_prefill(
-            extend_input_len=extend_input_len,
-            total_tokens=total_tokens,
-            max_new_tokens=max_new_tokens,
-            input_tokens=input_tokens,
-            chunk_limit=chunk_limit,
-            **others,
-        )
-        if not fits:
+        if total_tokens >= super().remaining_total:
             return False, None
+        claims = self._ledger.claims
         start = input_tokens - extend_input_len
-        limit = self._chunk_limit(input_tokens, start, limit)
+        limit = self._chunk_limit(input_tokens, start, chunk_limit)
         truncated = limit is not None and self.ceil_paged_tokens(extend_input_len) > limit
-        if truncated and self._has_truncated:
-            # SGLang can carry one unfinished prompt from pass to pass, not two.
+        if truncated and (self._has_truncated or claims.needs_one_chunk(input_tokens)):
+            # SGLang can carry one unfinished prompt from pass to pass, not two; and some
+            # prompts wait for a pass that has a whole chunk left.
             return True, 0
         self._truncates = truncated
-        claims = self._ledger.claims
         self._candidate = _Candidate(
             prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated and start == 0)),
             grown=claims.decode_bytes(input_tokens, input_tokens + max_new_tokens),
@@ -82,11 +79,19 @@ class TieredPrefillBudget(PrefillBudget):
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
         """How long the next chunk of the prompt in progress may be."""
-        prompt = self._ledger.unfinished_prompt()
-        start = prompt - extend_input_len
-        limit = self._chunk_limit(prompt, start, chunk_limit) or chunk_limit
+        assert self.chunked_prompt_tokens is not None
+        start = self.chunked_prompt_tokens - extend_input_len
+        limit = self._chunk_limit(self.chunked_prompt_tokens, start, chunk_limit)
         self._has_truncated = limit < extend_input_len
-        return limit
+        if not self._has_truncated:
+            return limit
+        limit = limit // self.page_size * self.page_size
+        return limit if limit > 0 else None
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int:
+        """How much of a chunk the prompt in progress may use: its bytes are claimed already."""
+        available = min(chunk_limit, int(super().remaining_total))
+        return available if available > 0 else chunk_limit
 
     def reserve(
         self,
@@ -114,16 +119,16 @@ class TieredPrefillBudget(PrefillBudget):
         """Tokens that may still be promised: what pages and what bytes allow, the lesser."""
         budget = self._ledger.claims.budget
         page_bytes = budget.num_layers * budget.full_bytes * budget.config.budget
-        free = self._ledger.free_bytes - self._admitted.prefill
+        free = self._ledger.capacity_bytes - self._ledger.promised_bytes - self._admitted.prefill
         return min(super().remaining_total, int(free / page_bytes) * self.page_size)
 
     def _has_room(self, candidate: _Candidate) -> bool:
         ledger = self._ledger
-        now = ledger.total_bytes + self._admitted.prefill + candidate.prefill
+        now = ledger.promised_bytes + self._admitted.prefill + candidate.prefill
         later = ledger.projected_bytes(self.final_tokens) + self._admitted.grown + candidate.grown
         return max(now, later) <= ledger.capacity_bytes
 
-    def _chunk_limit(self, prompt: int, start: int, limit: int | None) -> int | None:
+    def _chunk_limit(self, prompt: int, start: int, limit: _Limit) -> int | _Limit:
         """SGLang's limit, shortened so that a chunk ends at a routing point at most."""
         ours = self._ledger.claims.chunk_limit(prompt, start)
         if ours >= prompt - start:
@@ -144,3 +149,9 @@ def project_running(adder: Any) -> None:
             growth = adder._get_running_request_total_token_offset(request)
             held = len(request.origin_input_ids) + len(request.output_ids)
             budget.final_tokens[request.kv.req_pool_idx] = held + max(0, int(growth))
+
+
+def continue_prompt(adder: Any, request: Any) -> None:
+    """Tell the budget of a pass which prompt in progress is about to get its next chunk."""
+    if isinstance(adder.memory_budget, TieredPrefillBudget):
+        adder.memory_budget.chunked_prompt_tokens = len(request.full_untruncated_fill_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -142,18 +142,40 @@ def _smallest_total(divide: Callable[[int], _Division], too_small: int, arena_by
 def _row_claims(
     budget: WindowBudget, arena_bytes: int, context_tokens: int, chunk_tokens: int | None
 ) -> RowClaims:
-    """Claim formulas with the prompt lengths derived from what the arena holds."""
-    config = budget.config
+    """Claim formulas with the prompt lengths derived from what the arena holds.
+
+    Raises ``ValueError`` if prompts of ``exact_prefill_tokens`` would not fit.
+    """
+    window = budget.config.window
     if chunk_tokens is None or chunk_tokens < 1:
         # Chunked prefill is off: every prompt is one chunk, however long.
-        longest = budget.num_windows(max(context_tokens, config.min_context)) * config.window
-        return RowClaims(budget, exact_prefill_tokens=longest, segment_tokens=longest)
-    exact = config.exact_prefill_tokens
+        longest = budget.num_windows(max(context_tokens, budget.config.min_context)) * window
+        return RowClaims(
+            budget, exact_prefill_tokens=0, segment_tokens=longest, chunk_tokens=longest
+        )
+    arena_tokens = arena_bytes // (budget.num_layers * budget.full_bytes) * window
+    # What is staged beside the windows of the longest prompts: half of what the budget saves.
+    staged = int((1 - budget.layer_budget) / 2 * arena_tokens)
+    claims = RowClaims(
+        budget,
+        exact_prefill_tokens=max(budget.config.min_context, arena_tokens // 2),
+        segment_tokens=max(window, min(chunk_tokens, staged) // window * window),
+        chunk_tokens=chunk_tokens,
+    )
+    exact = budget.config.exact_prefill_tokens
     if exact is None:
-        token_bytes = budget.num_layers * budget.full_bytes // config.window
-        exact = max(config.min_context, arena_bytes // 2 // token_bytes)
-    segment = budget.num_windows(chunk_tokens) * config.window
-    return RowClaims(budget, exact_prefill_tokens=exact, segment_tokens=segment)
+        return claims
+    claims = replace(claims, exact_prefill_tokens=exact)
+    longest = min(exact, context_tokens)
+    needed = claims.prefill_bytes(Prompt(longest, whole=False))
+    if needed > arena_bytes:
+        raise ValueError(
+            f"--kv-tiering-exact-prefill-tokens {exact}: a prompt of {longest} tokens takes "
+            f"{needed / 2**20:.1f} MiB until it is routed, but there are "
+            f"{arena_bytes / 2**20:.1f} MiB for windows: lower it, or raise "
+            "--mem-fraction-static or --max-total-tokens"
+        )
+    return claims
 
 
 def describe(plan: CapacityPlan) -> str:

@@ -6,6 +6,7 @@ checked in the scheduler before it serves, since SGLang only logs a hook that fa
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from qevict_tiers.budget import WindowBudget
 from sglang_qevict import arguments
-from sglang_qevict.admission import project_running
+from sglang_qevict.admission import continue_prompt, project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
 from sglang_qevict.refusals import refused_kv_dtype, refused_request
 from sglang_qevict.runtime import config_of, runtime
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["HOOKS", "LAUNCHER_HOOKS", "register_hooks", "require_hooks"]
 
@@ -72,6 +75,7 @@ def config_from_budget(
     geometry = arguments.window_geometry(model, config, get_parallel().attn_tp_size)
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
     token_bytes = budget.num_layers * budget.full_bytes // config.window
+    wanted = get_schedule().max_running_requests
     with arguments.refusing(configurator.server_args):
         for sentence in refused_kv_dtype(model.dtype, configurator.kv_cache_dtype):
             raise ValueError(sentence)
@@ -80,10 +84,17 @@ def config_from_budget(
             total_bytes=pool_config.max_total_num_tokens * token_bytes,
             context_tokens=model.context_len,
             chunk_tokens=get_schedule().chunked_prefill_size,
-            max_running_requests=get_schedule().max_running_requests,
+            max_running_requests=wanted,
             default_running_requests=(
                 _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
             ),
+        )
+    if wanted and runtime.plan.num_rows < wanted:
+        logger.warning(
+            "--max-running-requests %d is lowered to %d: what is kept about the windows of each "
+            "request may take 5 %% of the KV bytes; a smaller --context-length allows more",
+            wanted,
+            runtime.plan.num_rows,
         )
     return replace(pool_config, max_total_num_tokens=runtime.plan.max_tokens)
 
@@ -114,6 +125,11 @@ def get_paged_allocator_cls(result: Any, platform: Any) -> Any:
 def prefill_adder_init(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
     """Admission learns how far running requests may grow, which SGLang tells the adder alone."""
     project_running(adder)
+
+
+def add_chunked_req(adder: Any, request: Any) -> None:
+    """Admission learns whose next chunk it is asked about."""
+    continue_prompt(adder, request)
 
 
 def prepare_for_extend(result: None, batch: Any) -> None:
@@ -180,6 +196,11 @@ HOOKS: tuple[_Hook, ...] = (
         f"{_SRT}.managers.schedule_policy.PrefillAdder.__init__",
         prefill_adder_init,
         HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        add_chunked_req,
+        HookType.BEFORE,
     ),
     (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import torch
@@ -46,18 +47,14 @@ class TieredKVPool(MHATokenToKVPool):
         manager = runtime.require_state().manager
         manager.store(layer.layer_id - self.start_layer, loc, cache_k, cache_v)
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_kv_buffer(self, layer_id: int) -> Any:
         """Always raises: tiered windows can't be read as one buffer."""
         raise RuntimeError(
             "tiered KV windows can only be read by --attention-backend qevict, but something "
             f"asked for the buffer of layer {layer_id}"
         )
 
-    get_value_buffer = get_key_buffer
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Always raises, like ``get_key_buffer``."""
-        raise RuntimeError(self.get_key_buffer(layer_id))
+    get_key_buffer = get_value_buffer = get_kv_buffer
 
 
 class TieredAllocator(PagedTokenToKVPoolAllocator):
@@ -86,17 +83,14 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
         if logical is None:
             return None
         ledger = runtime.require_state().ledger
-        claims, capacity = ledger.claims, ledger.capacity_bytes
-        if claims.peak_bytes(input_tokens, input_tokens) > capacity:
+
+        def fits(new_tokens: int) -> bool:
+            peak = ledger.claims.peak_bytes(input_tokens, input_tokens + new_tokens)
+            return peak <= ledger.capacity_bytes
+
+        if not fits(0):
             return None
-        low, high = 0, logical
-        while low < high:
-            middle = (low + high + 1) // 2
-            if claims.peak_bytes(input_tokens, input_tokens + middle) <= capacity:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect.bisect_left(range(1, logical + 1), True, key=lambda n: not fits(n))
 
     def check_decode_capacity(
         self,

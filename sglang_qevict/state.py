@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -111,6 +112,7 @@ class TieringState:
     def start_decode(self, rows: list[int], lengths: list[int]) -> None:
         """A launch decodes one token of each row, which brings it to its length."""
         self.drain()
+        self.ledger.require_room()
         self._route_due(rows, [length - 1 for length in lengths])
         self._grow(rows, lengths, lazy=set())
         self._launched(rows)
@@ -118,6 +120,7 @@ class TieringState:
     def start_extend(self, rows: list[int], starts: list[int], ends: list[int]) -> list[Chunk]:
         """A launch extends rows from ``starts`` to ``ends``; decode rows may be among them."""
         self.drain()
+        self.ledger.require_room()
         chunks = [
             self._chunk(row, start, end)
             for row, start, end in zip(rows, starts, ends, strict=True)
@@ -161,6 +164,8 @@ class TieringState:
         if due:
             rows, tokens = zip(*due, strict=True)
             self.manager.route(slice(layer, layer + 1), list(rows), list(tokens))
+            if layer == self.manager.num_layers - 1:
+                self._log_routed(due)
 
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
         prompt = self.ledger.prompt_tokens(row)
@@ -187,6 +192,17 @@ class TieringState:
         if due:
             everything = slice(0, self.manager.num_layers)
             self.manager.route(everything, [row for row, _ in due], [n for _, n in due])
+            self._log_routed(due)
+
+    def _log_routed(self, due: list[tuple[int, int]]) -> None:
+        """For debugging: a checksum tells whether two runs of a request were routed alike."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for row, tokens in due:
+            tiers = self.manager.views.tier[:, row, : self.plan.budget.num_windows(tokens)]
+            checksum = zlib.crc32(tiers.to(torch.uint8).cpu().numpy().tobytes())
+            prompt = self.ledger.prompt_tokens(row)
+            logger.debug("prompt of %d routed at %d: tiers %08x", prompt, tokens, checksum)
 
     def _grow(self, rows: list[int], lengths: list[int], lazy: set[int]) -> None:
         """Bring the views of rows to their lengths."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qevict_kernels.layout import WindowGeometry
@@ -95,12 +96,97 @@ def test_without_chunks_every_prompt_is_routed_once(chunk_tokens: int | None) ->
     assert claims.routing_point(8192, 8192) == 8192
 
 
-@pytest.mark.parametrize(("chunk_tokens", "segment"), [(4, 8), (8, 8), (12, 16), (2048, 2048)])
-def test_routing_points_of_long_prompts_are_whole_windows_and_at_least_a_chunk(
-    chunk_tokens: int, segment: int
+@pytest.mark.parametrize("chunk_tokens", [8, 64, 2048, 8192])
+@pytest.mark.parametrize("tokens", [1000, 4096, 100_000])
+def test_routing_points_of_long_prompts_are_whole_windows_and_leave_room_for_the_rest(
+    tokens: int, chunk_tokens: int
 ) -> None:
-    claims = make_plan(chunk_tokens=chunk_tokens, exact_prefill_tokens=512).claims
-    assert claims.segment_tokens == segment
+    plan = make_plan(tokens, chunk_tokens, max_running_requests=2)
+    segment = plan.claims.segment_tokens
+    assert segment % 8 == 0
+    assert 8 <= segment <= chunk_tokens
+    assert plan.claims.full_bytes(segment) <= plan.arena_bytes / 2
+
+
+def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None:
+    make_plan(tokens=4096, exact_prefill_tokens=2500)
+    with pytest.raises(ValueError, match=r"exact-prefill-tokens 6000: .* takes \d\.\d MiB until"):
+        make_plan(tokens=4096, exact_prefill_tokens=6000)
+
+
+# --- claims ---
+
+SMALL_PLANS = st.builds(
+    lambda tokens, chunk, budget, q, omega: make_plan(
+        tokens,
+        chunk,
+        max_running_requests=2,
+        budget=Fraction(budget),
+        quant_fraction=Fraction(q),
+        route_every=omega,
+    ),
+    tokens=st.sampled_from([1000, 1500, 3000, 8192]),
+    chunk=st.sampled_from([8, 64, 512, 2048, 8192, None]),
+    budget=st.sampled_from(["0.2", "0.5", "0.9", "1"]),
+    q=st.sampled_from(["0", "0.7", "1"]),
+    omega=st.sampled_from([1, 5, 8]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    plan=SMALL_PLANS,
+    prompt=st.integers(1, 8000),
+    growth=st.integers(0, 8000),
+    share=st.floats(0, 1),
+    phase=st.integers(0, 8),
+)
+def test_the_peak_covers_every_claim_on_the_way_wherever_a_request_starts_anew(
+    plan: CapacityPlan, prompt: int, growth: int, share: float, phase: int
+) -> None:
+    claims, final = plan.claims, prompt + growth
+    again = prompt + int(share * growth)
+    stored = min(final, again + phase)
+    peak = claims.peak_bytes(prompt, final)
+    assert claims.least_prefill_bytes(again) <= peak
+    assert claims.decode_bytes(again, stored) <= peak
+    assert claims.decode_bytes(again, final) <= peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=SMALL_PLANS, lengths=st.lists(st.integers(1, 3000), min_size=2, max_size=8))
+def test_no_more_is_granted_than_there_is_however_requests_grow(
+    plan: CapacityPlan, lengths: list[int]
+) -> None:
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+    stored: dict[int, int] = {}
+    for row, tokens in enumerate(lengths, 1):
+        whole = Prompt(tokens, whole=True)
+        if ledger.promised_bytes + plan.claims.prefill_bytes(whole) <= ledger.capacity_bytes:
+            ledger.admit(row, whole)
+            ledger.advance(row, tokens)
+            ledger.launched(row)
+            stored[row] = tokens
+    for _ in range(600):
+        while stored and ledger.decode_bytes(stored) > ledger.capacity_bytes:
+            retracted, _ = stored.popitem()
+            ledger.remove(retracted)
+        for row in stored:
+            stored[row] += 1
+            ledger.advance(row, stored[row])
+        ledger.require_room()
+        for row in stored:
+            ledger.launched(row)
+            assert ledger.total_bytes <= ledger.capacity_bytes
+
+
+def test_a_grant_beyond_the_memory_is_an_error() -> None:
+    plan = make_plan(tokens=2048)
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+    for row in range(8):
+        ledger.admit(row, Prompt(500, whole=True))
+    with pytest.raises(RuntimeError, match=f"bytes of {plan.arena_bytes}"):
+        ledger.require_room()
 
 
 # --- admission ---
@@ -229,9 +315,9 @@ def test_the_next_chunk_ends_at_a_routing_point_whatever_the_load_left_of_the_la
     start = 0
     for left, expected in ((96, 96), (256, 160), (256, 256), (256, 256), (256, 232)):
         scheduler.ledger.advance(1, start)
-        chunk = scheduler.new_pass().fit_chunk(
-            extend_input_len=1000 - start, max_new_tokens=8, chunk_limit=left
-        )
+        budget = scheduler.new_pass()
+        budget.chunked_prompt_tokens = 1000
+        chunk = budget.fit_chunk(extend_input_len=1000 - start, max_new_tokens=8, chunk_limit=left)
         assert chunk is not None
         start += min(chunk, 1000 - start)
         assert min(chunk, expected) == expected
@@ -243,8 +329,36 @@ def test_an_unfinished_prompt_that_goes_on_keeps_others_from_being_cut() -> None
     scheduler.ledger.admit(1, Prompt(1000, whole=False))
     scheduler.ledger.advance(1, 256)
     budget = scheduler.new_pass()
+    budget.chunked_prompt_tokens = 1000
     budget.fit_chunk(extend_input_len=744, max_new_tokens=8, chunk_limit=4096)
     assert ask(budget, 1000, limit=4096) == (True, 0)
+
+
+@pytest.mark.parametrize(("left", "expected"), [(-1, None), (0, None), (7, None), (23, 16)])
+def test_a_prompt_in_progress_goes_on_by_whole_windows_or_waits(
+    left: int, expected: int | None
+) -> None:
+    budget = Scheduler(make_plan(chunk_tokens=256)).new_pass()
+    budget.chunked_prompt_tokens = 1000
+    assert budget.fit_chunk(extend_input_len=744, max_new_tokens=8, chunk_limit=left) == expected
+    assert budget.fit_chunk(extend_input_len=7, max_new_tokens=8, chunk_limit=7) == 7
+
+
+def test_a_prompt_in_progress_uses_its_whole_chunk_however_few_bytes_are_left() -> None:
+    scheduler = Scheduler(make_plan(tokens=4096))
+    for row in range(8):
+        scheduler.running(row, 500, 501)
+    budget = scheduler.new_pass()
+    assert budget.remaining_total < 2048
+    assert budget.available_chunk_tokens(2048) == 2048
+
+
+def test_a_prompt_that_only_fits_in_one_chunk_waits_for_a_whole_one() -> None:
+    plan = make_plan(tokens=3000, chunk_tokens=2048)
+    assert plan.claims.needs_one_chunk(2000)
+    budget = Scheduler(plan).new_pass()
+    assert ask(budget, 2000, limit=1999) == (True, 0)
+    assert ask(budget, 2000, limit=2048) == (True, 2048)
 
 
 def test_remaining_tokens_are_what_bytes_allow_where_pages_allow_more() -> None:
@@ -298,30 +412,70 @@ def test_growth_is_read_from_the_running_batch_of_sglangs_adder() -> None:
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An allocator of a small arena, without the pool that SGLang would build around it."""
-    scheduler = Scheduler(make_plan(tokens=2048))
-    monkeypatch.setattr(runtime, "state", SimpleNamespace(ledger=scheduler.ledger))
+def intake(monkeypatch: pytest.MonkeyPatch) -> Callable[[CapacityPlan], TieredAllocator]:
+    """Makes an allocator without the pool that SGLang would build around it."""
     monkeypatch.setattr(
         TieredAllocator.__mro__[1],
         "max_new_tokens_for_memory",
         lambda self, input_tokens, max_new_tokens, **limits: max_new_tokens,
     )
-    return object.__new__(TieredAllocator)
+
+    def make(plan: CapacityPlan) -> TieredAllocator:
+        ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+        monkeypatch.setattr(runtime, "state", SimpleNamespace(ledger=ledger))
+        allocator: TieredAllocator = object.__new__(TieredAllocator)
+        return allocator
+
+    return make
 
 
-def test_a_prompt_that_can_never_fit_is_turned_away_at_intake(allocator: Any) -> None:
+Intake = Callable[[CapacityPlan], TieredAllocator]
+
+
+def test_a_prompt_that_can_never_fit_is_turned_away_at_intake(intake: Intake) -> None:
+    allocator = intake(make_plan(tokens=2048))
     assert allocator.max_new_tokens_for_memory(100_000, 8) is None
     assert allocator.max_new_tokens_for_memory(100, 8) == 8
 
 
-def test_an_answer_is_cut_to_what_the_empty_server_could_hold(allocator: Any) -> None:
-    ledger = runtime.require_state().ledger
-
-    def fits(new: int) -> bool:
-        return ledger.claims.peak_bytes(100, 100 + new) <= ledger.capacity_bytes
-
-    cut = allocator.max_new_tokens_for_memory(100, 1_000_000)
+def test_an_answer_is_cut_to_what_the_empty_server_could_hold(intake: Intake) -> None:
+    plan = make_plan(tokens=2048)
+    cut = intake(plan).max_new_tokens_for_memory(100, 1_000_000)
+    assert cut is not None
     assert 0 < cut < 1_000_000
-    assert fits(cut)
-    assert not fits(cut + 8)  # within one routing interval
+    assert plan.claims.peak_bytes(100, 100 + cut) <= plan.arena_bytes
+    assert plan.claims.peak_bytes(100, 101 + cut) > plan.arena_bytes
+
+
+@pytest.mark.parametrize("tokens", [1500, 3000, 8192])
+@pytest.mark.parametrize("chunk_tokens", [8, 512, 2048, 8192, None])
+@pytest.mark.parametrize("budget", ["0.2", "0.35"])
+def test_the_longest_prompt_is_never_shorter_than_stocks(
+    intake: Intake, tokens: int, chunk_tokens: int | None, budget: str
+) -> None:
+    plan = make_plan(
+        tokens, chunk_tokens, max_running_requests=1, budget=Fraction(budget), context_tokens=32_768
+    )
+    assert intake(plan).max_new_tokens_for_memory(tokens - 8, 1) == 1
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    plan=SMALL_PLANS, prompt=st.integers(1, 8000), new=st.integers(1, 8000), share=st.floats(0, 1)
+)
+def test_what_intake_took_is_admitted_by_an_idle_server_at_any_length(
+    intake: Intake, plan: CapacityPlan, prompt: int, new: int, share: float
+) -> None:
+    accepted = intake(plan).max_new_tokens_for_memory(prompt, new)
+    if not accepted:
+        return
+    again = prompt + int(share * accepted)
+    chunk = plan.claims.chunk_tokens
+    fits, limit = ask(
+        Scheduler(plan).new_pass(), again, max(1, accepted - (again - prompt)), limit=chunk
+    )
+    assert fits
+    assert limit is not None
+    assert limit > 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import httpx
 import pytest
@@ -60,27 +59,35 @@ def test_prompts_around_the_window_answer_alone_and_together(server: Server) -> 
     assert [len(answer["output_ids"]) for answer in (*alone, *together)] == [12] * 10
 
 
-def test_a_request_among_others_answers_and_is_routed_as_alone(server: Server) -> None:
-    """The counters tell of the decisions: how many windows were ranked, demoted and evicted."""
+def test_a_request_among_others_answers_and_is_routed_as_alone(servers: ServerPool) -> None:
+    """Which windows are FULL, coded and evicted in which layer, after each of its events."""
+    server = servers.get(*TIERED, "--log-level", "debug")
     mine, *others = prompts([1200, 10, 3000, 40, 520, 700, 130, 1500], start=20_000)
-    tokens = 17  # routed at the prompt's end, after 8 tokens and after 16
-    totals = [_totals(server)]
+    tokens = 34
     alone = answer(server, mine, tokens)
-    totals.append(_totals(server))
-    _together(server, others, tokens)
-    totals.append(_totals(server))
     among = _together(server, [mine, *others], tokens)[0]
-    totals.append(_totals(server))
-
-    for_me, for_others, for_all = (b - a for a, b in pairwise(totals))
-    assert for_me["demoted"] > 0
-    assert for_all - for_others == for_me
+    first, second = _tiers_at_events(server, prompt=len(mine))
+    assert list(first) == [1200, 1208, 1216, 1224, 1232]
+    assert len(set(first.values())) == len(first)
     step = first_difference(alone.tokens, among.tokens)
-    assert step is None or alone.gap(step, among.tokens[step]) <= NEAR_TIE
+    if step is None:
+        assert second == first
+    else:
+        assert alone.gap(step, among.tokens[step]) <= NEAR_TIE
+        same = [length for length in first if length <= len(mine) + step]
+        assert [second[length] for length in same] == [first[length] for length in same]
+    assert_idle(server)
 
 
-def _totals(server: Server) -> Counter[str]:
-    return Counter(report(server)["counters"])
+def _tiers_at_events(server: Server, prompt: int) -> list[dict[int, str]]:
+    """Checksums of the tiers by length, of each request with a prompt of so many tokens."""
+    pattern = rf"prompt of {prompt} routed at (\d+): tiers ([0-9a-f]+)"
+    runs: list[dict[int, str]] = []
+    for length, checksum in re.findall(pattern, server.log_text()):
+        if int(length) == prompt:
+            runs.append({})
+        runs[-1][int(length)] = checksum
+    return runs
 
 
 def _together(server: Server, asked: list[list[int]], tokens: int) -> list[Answer]:
@@ -102,6 +109,41 @@ def test_fifty_aborted_streams_leave_nothing(server: Server) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(abort_midstream, many))
+
+
+def test_aborts_in_the_queue_and_within_a_prompt_leave_nothing(servers: ServerPool) -> None:
+    """Each is hung up at another moment of its prefill, which takes many chunks."""
+    server = servers.get(*TIERED, "--chunked-prefill-size", "256", "--enable-mixed-chunk")
+    asked = prompts([3000] * 12, start=30_000)
+
+    def hang_up(turn: int) -> None:
+        body = {"input_ids": asked[turn], "sampling_params": {"max_new_tokens": 100}}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/generate", json=body, timeout=0.4 * (turn + 1))
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        list(threads.map(hang_up, range(len(asked))))
+    (after,) = prompts([600])
+    assert len(server.generate(after, max_new_tokens=8, ignore_eos=True)["output_ids"]) == 8
+    assert_idle(server)
+
+
+def test_a_server_that_is_paused_by_retraction_goes_on(server: Server) -> None:
+    asked, tokens = prompts([560, 900], start=50_000), 40
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = [threads.submit(answer, server, prompt, tokens) for prompt in asked]
+        while len(_tiers_held(server)) < 3:
+            time.sleep(0.05)
+        server.post("/pause_generation", {"mode": "retract"})
+        while report(server)["requests"]:
+            time.sleep(0.05)
+        server.post("/continue_generation", {})
+        assert [len(found.result().tokens) for found in answers] == [tokens] * 2
+
+
+def _tiers_held(server: Server) -> set[str]:
+    """Tiers that some window is in now."""
+    return {tier for tier, layers in report(server)["layers"].items() if sum(layers)}
 
 
 def test_twenty_flushes_between_requests(server: Server) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import floor
 
 from qevict_kernels.layout import WindowGeometry
@@ -82,12 +83,12 @@ class WindowBudget:
         """Layers whose windows all stay FULL."""
         return len(self.config.full_layers)
 
-    @property
+    @cached_property
     def num_tiered_layers(self) -> int:
         """Layers that are routed."""
         return self.num_layers - self.num_full_layers
 
-    @property
+    @cached_property
     def layer_budget(self) -> Fraction:
         """Share of the full-precision bytes that a tiered layer may hold."""
         if self.num_tiered_layers == 0:
@@ -95,7 +96,7 @@ class WindowBudget:
         rest = self.config.budget * self.num_layers - self.num_full_layers
         return min(Fraction(1), rest / self.num_tiered_layers)
 
-    @property
+    @cached_property
     def keeps_everything(self) -> bool:
         """True if no window is ever demoted."""
         return self.num_tiered_layers == 0 or self.layer_budget == 1

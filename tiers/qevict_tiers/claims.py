@@ -14,8 +14,9 @@ A row passes through these phases::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
@@ -37,19 +38,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RowClaims:
-    """The claim formulas of one budget.
+    """The claim formulas of one budget, and the way in which a prompt is prefilled.
 
-    ``segment_tokens``: prompts longer than ``exact_prefill_tokens`` are routed at
-    multiples of it while they are prefilled.
+    Prompts of up to ``exact_prefill_tokens`` are prefilled in any chunks, FULL in all
+    layers, and routed once, after their last token. Longer ones that a chunk of
+    ``chunk_tokens`` can hold are routed once too, but in one chunk, so that only one layer
+    at a time is FULL. The longest are routed at every multiple of ``segment_tokens``.
     """
 
     budget: WindowBudget
     exact_prefill_tokens: int
     segment_tokens: int
+    chunk_tokens: int
 
     def is_exact(self, prompt_tokens: int) -> bool:
         """True if a prompt is routed only once, after its last token."""
-        return prompt_tokens <= self.exact_prefill_tokens
+        return prompt_tokens <= max(self.exact_prefill_tokens, self.chunk_tokens)
+
+    def needs_one_chunk(self, prompt_tokens: int) -> bool:
+        """True if a prompt may not be divided."""
+        return self.exact_prefill_tokens < prompt_tokens <= self.chunk_tokens
 
     def routing_point(self, prompt_tokens: int, end: int) -> int | None:
         """``end`` if a row must be routed after a chunk of its prompt that ends there.
@@ -108,17 +116,30 @@ class RowClaims:
             peak = unrouted + budget.num_tiered_layers * self._segmented_layer_bytes(n)
         return max(peak, first_decode)
 
+    def least_prefill_bytes(self, prompt_tokens: int) -> int:
+        """`prefill_bytes` in the leanest way that this prompt may take."""
+        whole = prompt_tokens <= self.chunk_tokens
+        return self.prefill_bytes(Prompt(prompt_tokens, whole))
+
     def decode_bytes(self, prompt_tokens: int, stored_tokens: int) -> int:
         """Claim of a request that is about to decode the token after ``stored_tokens``.
 
         It covers all steps through the next routing event, which is this very step's if
         it is due.
         """
-        budget = self.budget
-        omega = budget.config.route_every
+        omega = self.budget.config.route_every
         events = max(1, -(-(stored_tokens - prompt_tokens) // omega))
-        next_event = prompt_tokens + events * omega
-        last_event = next_event - omega
+        return self._bytes_through(prompt_tokens + events * omega)
+
+    @cached_property
+    def _bytes_through(self) -> Callable[[int], int]:
+        # Asked several times a step for each request, of few different lengths.
+        return lru_cache(maxsize=1 << 14)(self._interval_bytes)
+
+    def _interval_bytes(self, next_event: int) -> int:
+        """Claim from just after one routing event to just after the next, at ``next_event``."""
+        budget = self.budget
+        last_event = next_event - budget.config.route_every
         if not budget.is_tiered(next_event):
             # Nothing is routed then, and the token after it may open a window.
             return self.full_bytes(next_event + 1)
@@ -136,11 +157,19 @@ class RowClaims:
         return budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
 
     def peak_bytes(self, prompt_tokens: int, final_tokens: int) -> int:
-        """The largest claim on the way from a prompt (in the leanest way) to a length."""
-        return max(
-            self.prefill_bytes(Prompt(prompt_tokens, whole=False)),
-            self.decode_bytes(prompt_tokens, max(prompt_tokens, final_tokens)),
+        """An upper bound of all claims on the way from a prompt to a length.
+
+        A request may be retracted at any length between and prefilled anew from there, its
+        routing events then counted from another start: hence a window more in each layer.
+        """
+        final = max(prompt_tokens, final_tokens)
+        ways_end = (self.exact_prefill_tokens, self.chunk_tokens)
+        lengths = {prompt_tokens, final, *(n for n in ways_end if prompt_tokens < n < final)}
+        most = max(
+            self.decode_bytes(prompt_tokens, final),
+            *(self.least_prefill_bytes(tokens) for tokens in lengths),
         )
+        return most + self.budget.num_layers * self.budget.full_bytes
 
     def _routed_full_windows(self, tokens: int) -> int:
         """FULL windows of one tiered layer just after an event at ``tokens``."""
@@ -177,9 +206,12 @@ class RowClaims:
 
 @dataclass
 class _Row:
+    """``claim`` is granted; ``next_claim`` is what the row's next token will need."""
+
     prompt: Prompt
     stored: int
     claim: int
+    next_claim: int
 
 
 class ClaimLedger:
@@ -198,56 +230,47 @@ class ClaimLedger:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all claims."""
+        """Sum of all granted claims: no more is in use, whatever is under way."""
         return sum(row.claim for row in self._rows.values())
 
     @property
-    def free_bytes(self) -> int:
-        """What no claim covers."""
-        return self.capacity_bytes - self.total_bytes
+    def promised_bytes(self) -> int:
+        """Sum of all claims once every row has launched its next token."""
+        return sum(row.next_claim for row in self._rows.values())
 
     def admit(self, row: int, prompt: Prompt) -> None:
         """A row starts its prefill."""
-        self._rows[row] = _Row(prompt, 0, self.claims.prefill_bytes(prompt))
+        claim = self.claims.prefill_bytes(prompt)
+        self._rows[row] = _Row(prompt, 0, claim, claim)
 
     def prompt_tokens(self, row: int) -> int:
         """Length of the prompt of a row."""
         return self._rows[row].prompt.tokens
 
-    def stored_tokens(self, row: int) -> int:
-        """Tokens of a row that have KV, those of the next launch included."""
-        return self._rows[row].stored
-
-    def unfinished_prompt(self) -> int:
-        """Length of the one prompt that is being prefilled in chunks.
-
-        Raises ``LookupError`` if there is none.
-        """
-        for state in self._rows.values():
-            if state.stored < state.prompt.tokens:
-                return state.prompt.tokens
-        raise LookupError("no prompt is being prefilled in chunks")
-
     def advance(self, row: int, stored_tokens: int) -> None:
-        """The next launch brings a row to ``stored_tokens``."""
+        """The next launch brings a row to ``stored_tokens``: what it needs is granted."""
         state = self._rows[row]
-        if stored_tokens > state.prompt.tokens:
-            state.claim = self.claims.decode_bytes(state.prompt.tokens, stored_tokens - 1)
         state.stored = stored_tokens
+        state.claim = state.next_claim
 
     def launched(self, row: int) -> None:
-        """The launch that ``advance`` announced is under way: from now its successor counts."""
+        """The launch that ``advance`` announced is under way: the one after it counts now."""
         state = self._rows[row]
         if state.stored >= state.prompt.tokens:
-            state.claim = self.claims.decode_bytes(state.prompt.tokens, state.stored)
+            state.next_claim = self.claims.decode_bytes(state.prompt.tokens, state.stored)
+            state.claim = min(state.claim, state.next_claim)
+
+    def require_room(self) -> None:
+        """Raises ``RuntimeError`` if more was granted than there is."""
+        if self.total_bytes > self.capacity_bytes:
+            raise RuntimeError(
+                f"KV tiering granted {self.total_bytes} bytes of {self.capacity_bytes}"
+            )
 
     def decode_bytes(self, rows: Iterable[int]) -> int:
         """Sum of all claims if these rows decode their next token."""
-        total = self.total_bytes
-        for row in rows:
-            state = self._rows[row]
-            total += self.claims.decode_bytes(state.prompt.tokens, state.stored) - state.claim
-        return total
+        growth = (self._rows[row].next_claim - self._rows[row].claim for row in rows)
+        return self.total_bytes + sum(growth)
 
     def projected_bytes(self, final_tokens: Mapping[int, int]) -> int:
         """Sum of what all rows will claim once they have grown to these lengths."""
