@@ -70,7 +70,6 @@ class TierManager:
         self.kernels = kernels
         self.device = device
         self.num_layers = budget.num_layers
-        self.num_pages = num_pages
         self.pages_per_layer = num_pages + 1
         self.arena = Arena(
             storage,
