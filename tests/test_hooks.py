@@ -50,9 +50,10 @@ def test_a_pool_of_another_dtype_than_the_model_is_refused(
     model: torch.dtype, cache: torch.dtype, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=1)
-    )
+    context = "sglang.srt.runtime_context"
+    schedule = SimpleNamespace(max_running_requests=None, chunked_prefill_size=None)
+    monkeypatch.setattr(f"{context}.get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(f"{context}.get_schedule", lambda: schedule)
     configurator = SimpleNamespace(
         server_args=tiered(),
         kv_cache_dtype=cache,
