@@ -17,10 +17,10 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import decode_windows, encode_windows
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.claims import Prompt
 from qevict_tiers.config import TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
+from sglang_qevict.admission import TieredPrefillBudget
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
@@ -65,6 +65,26 @@ class Request:
     values: list[torch.Tensor] = field(default_factory=list)
     coded: set[tuple[int, int]] = field(default_factory=set)
     """(layer, window) that were coded at some time."""
+
+
+@dataclass
+class FreePages:
+    """As much of SGLang's allocator and tree as a prefill budget asks."""
+
+    page_size: int = 8
+    free: int = 1 << 30
+
+    def available_size(self) -> int:
+        """Tokens of free pages."""
+        return self.free
+
+    def supports_mamba(self) -> bool:
+        """No."""
+        return False
+
+    def evictable_size(self) -> int:
+        """No token is cached."""
+        return 0
 
 
 class MiniEngine:
@@ -117,16 +137,36 @@ class MiniEngine:
 
     # -- what a scheduler does ---------------------------------------------------------
 
-    def can_start(self, prompt: int) -> bool:
-        """Whether admission by claims lets a prompt in."""
-        ledger = self.state.ledger
-        claim = ledger.claims.prefill_bytes(Prompt(prompt, whole=False))
-        pages = -(-prompt // self.geometry.window)
-        return (
-            bool(self.free_rows)
-            and len(self.free_pages) > pages
-            and ledger.total_bytes + claim <= ledger.capacity_bytes
+    def first_chunk(self, prompt: int, limit: int) -> int:
+        """Tokens that admission lets a new prompt start with; 0 if it has to wait."""
+        if not self.free_rows:
+            return 0
+        budget = self._prefill_budget()
+        fits, tokens = budget.check_prefill(
+            extend_input_len=prompt,
+            total_tokens=prompt + 1 + budget.page_size,
+            max_new_tokens=1,
+            input_tokens=prompt,
+            chunk_limit=limit,
         )
+        if not fits or tokens is None:
+            return 0
+        if budget.ceil_paged_tokens(prompt) <= tokens:
+            return prompt
+        return tokens // budget.page_size * budget.page_size
+
+    def next_chunk(self, name: int, limit: int) -> int:
+        """Tokens that admission lets a prompt in progress go on with; 0 if it has to wait."""
+        request, budget = self.running[name], self._prefill_budget()
+        left = request.prompt - request.stored
+        budget.chunked_prompt_tokens = request.prompt
+        tokens = budget.fit_chunk(extend_input_len=left, max_new_tokens=1, chunk_limit=limit)
+        return min(left, tokens or 0)
+
+    def _prefill_budget(self) -> TieredPrefillBudget:
+        window = self.geometry.window
+        pages = FreePages(window, len(self.free_pages) * window)
+        return TieredPrefillBudget(pages, pages, self.state.ledger)
 
     def start(self, name: int, prompt: int) -> None:
         """Admit a request; its prompt is extended chunk by chunk."""

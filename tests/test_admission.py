@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mini_engine import FreePages
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt
@@ -193,23 +194,6 @@ def test_a_grant_beyond_the_memory_is_an_error() -> None:
 
 
 @dataclass
-class _Pages:
-    """As much of SGLang's allocator and tree as a prefill budget asks."""
-
-    page_size: int = 8
-    free: int = 1 << 30
-
-    def available_size(self) -> int:
-        return self.free
-
-    def supports_mamba(self) -> bool:
-        return False
-
-    def evictable_size(self) -> int:
-        return 0
-
-
-@dataclass
 class Scheduler:
     """A scheduler that asks a fresh budget in each pass, with one ledger through all."""
 
@@ -220,7 +204,7 @@ class Scheduler:
         self.ledger = ClaimLedger(self.plan.claims, self.plan.arena_bytes)
 
     def new_pass(self) -> TieredPrefillBudget:
-        pages = _Pages()
+        pages = FreePages()
         return TieredPrefillBudget(pages, pages, self.ledger)
 
     def running(self, row: int, prompt: int, stored: int) -> None:
@@ -365,7 +349,7 @@ def test_remaining_tokens_are_what_bytes_allow_where_pages_allow_more() -> None:
     scheduler = Scheduler(make_plan(tokens=4096))
     budget = scheduler.new_pass()
     free = budget.remaining_total
-    assert free < _Pages().free
+    assert free < FreePages().free
     scheduler.running(1, 500, 501)
     assert budget.remaining_total < free
 

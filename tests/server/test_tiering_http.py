@@ -31,7 +31,8 @@ NEAR_TIE = 0.25
 
 @pytest.fixture
 def server(servers: ServerPool) -> Iterator[Server]:
-    server = servers.get(*TIERED)
+    # At this level the log tells how each request was routed.
+    server = servers.get(*TIERED, "--log-level", "debug")
     yield server
     assert_idle(server)
 
@@ -59,9 +60,8 @@ def test_prompts_around_the_window_answer_alone_and_together(server: Server) -> 
     assert [len(answer["output_ids"]) for answer in (*alone, *together)] == [12] * 10
 
 
-def test_a_request_among_others_answers_and_is_routed_as_alone(servers: ServerPool) -> None:
+def test_a_request_among_others_answers_and_is_routed_as_alone(server: Server) -> None:
     """Which windows are FULL, coded and evicted in which layer, after each of its events."""
-    server = servers.get(*TIERED, "--log-level", "debug")
     mine, *others = prompts([1200, 10, 3000, 40, 520, 700, 130, 1500], start=20_000)
     tokens = 34
     alone = answer(server, mine, tokens)
@@ -76,7 +76,6 @@ def test_a_request_among_others_answers_and_is_routed_as_alone(servers: ServerPo
         assert alone.gap(step, among.tokens[step]) <= NEAR_TIE
         same = [length for length in first if length <= len(mine) + step]
         assert [second[length] for length in same] == [first[length] for length in same]
-    assert_idle(server)
 
 
 def _tiers_at_events(server: Server, prompt: int) -> list[dict[int, str]]:

@@ -93,7 +93,7 @@ def report(server: Server) -> dict[str, Any]:
 
 def _held(found: dict[str, Any]) -> dict[str, int]:
     """What requests hold, as far as it is not nothing."""
-    kinds = ("full", "codes", "params", "alignment", "claimed")
+    kinds = ("full", "codes", "params", "alignment", "shadow", "claimed")
     held = {kind: found["bytes"][kind] for kind in kinds} | {"requests": found["requests"]}
     return {kind: amount for kind, amount in held.items() if amount}
 

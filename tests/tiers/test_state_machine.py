@@ -77,11 +77,11 @@ class RequestLives(RuleBasedStateMachine):
     @rule(prompt=st.integers(1, 120), chunk=st.integers(1, 130))
     def start(self, prompt: int, chunk: int) -> None:
         # Like SGLang, one unfinished prompt at a time.
-        if self.prefilling() or not self.engine.can_start(prompt):
+        if self.prefilling() or not (tokens := self.engine.first_chunk(prompt, chunk)):
             return
         self.names += 1
         self.engine.start(self.names, prompt)
-        self.engine.extend({self.names: chunk})
+        self.engine.extend({self.names: tokens})
 
     @precondition(lambda self: self.prefilling())
     @rule(chunk=st.integers(1, 64), mixed=st.booleans())
@@ -89,7 +89,9 @@ class RequestLives(RuleBasedStateMachine):
         decode = self.decoding() if mixed else []
         if decode and not self.engine.can_decode(decode):
             decode = []
-        self.engine.extend(dict.fromkeys(self.prefilling(), chunk), decode)
+        (name,) = self.prefilling()
+        if tokens := self.engine.next_chunk(name, chunk):
+            self.engine.extend({name: tokens}, decode)
 
     @precondition(lambda self: self.decoding())
     @rule(steps=st.integers(1, 12))
@@ -147,3 +149,38 @@ TestRequestLives.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_requests_that_outgrow_the_memory_are_retracted_and_start_anew() -> None:
+    config = TieringConfig(
+        budget=Fraction(1, 2), window=4, route_every=5, sink=2, local=6, min_context=40
+    )
+    engine = MiniEngine(
+        lambda g, r: Kernels(g, r), config, GEOMETRY, kv_tokens=260, context=160, rows=4
+    )
+    waiting = [(name, 60) for name in range(4)]
+    retracted = 0
+    for _ in range(400):
+        while waiting and (tokens := engine.first_chunk(waiting[0][1], 64)):
+            name, prompt = waiting.pop(0)
+            engine.start(name, prompt)
+            while tokens:
+                engine.extend({name: tokens})
+                tokens = engine.next_chunk(name, 64)
+        names = list(engine.running)
+        while names and not engine.can_decode(names):
+            name = names.pop()
+            waiting.append((name, engine.running[name].stored))
+            engine.finish(name)
+            retracted += 1
+        engine.decode(names)
+        for name in names:
+            if engine.running[name].stored == 155:
+                engine.finish(name)
+        assert engine.problems() == []
+        if not engine.running and not waiting:
+            break
+    assert not engine.running
+    assert not waiting
+    assert retracted > 0
+    assert engine.manager.arena.used_bytes == 0

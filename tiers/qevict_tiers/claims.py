@@ -160,16 +160,21 @@ class RowClaims:
         """An upper bound of all claims on the way from a prompt to a length.
 
         A request may be retracted at any length between and prefilled anew from there, its
-        routing events then counted from another start: hence a window more in each layer.
+        routing events then counted from another start: hence the windows of one interval, and
+        one more, in each layer on top.
         """
-        final = max(prompt_tokens, final_tokens)
-        ways_end = (self.exact_prefill_tokens, self.chunk_tokens)
-        lengths = {prompt_tokens, final, *(n for n in ways_end if prompt_tokens < n < final)}
+        budget, final = self.budget, max(prompt_tokens, final_tokens)
+        # Claims grow with the length, apart from the lengths where the way changes.
+        short = budget.config.min_context
+        ends = (short, self.exact_prefill_tokens, self.chunk_tokens)
+        lengths = {prompt_tokens, final, *(n for n in ends if prompt_tokens < n < final)}
         most = max(
             self.decode_bytes(prompt_tokens, final),
+            self.decode_bytes(prompt_tokens, min(final, short + 1)),
             *(self.least_prefill_bytes(tokens) for tokens in lengths),
         )
-        return most + self.budget.num_layers * self.budget.full_bytes
+        slack = budget.num_windows(budget.config.route_every) + 1
+        return most + budget.num_layers * slack * budget.full_bytes
 
     def _routed_full_windows(self, tokens: int) -> int:
         """FULL windows of one tiered layer just after an event at ``tokens``."""
@@ -192,16 +197,23 @@ class RowClaims:
     def _segmented_layer_bytes(self, prompt_tokens: int) -> int:
         """Peak of one tiered layer of a prompt that is routed segment by segment."""
         budget, segment = self.budget, self.segment_tokens
-        full, coded, start, peak = 0, 0, 0, 0
-        for end in (*range(segment, prompt_tokens, segment), prompt_tokens):
-            full += budget.num_windows(end) - budget.num_windows(start)
-            staged = full * budget.full_bytes
-            if budget.is_tiered(end):
-                coded = max(coded, self._coded_windows(end))
-                full = self._routed_full_windows(end)
-            peak = max(peak, staged + coded * budget.coded_bytes)
-            start = end
-        return peak
+        last = (prompt_tokens - 1) // segment * segment
+        first_routed = (budget.config.min_context // segment + 1) * segment
+        # It grows from one routed segment to the next; the last one may be shorter.
+        ends = {min(first_routed, prompt_tokens), last or prompt_tokens, prompt_tokens}
+        return max(self._segment_bytes(end) for end in ends)
+
+    def _segment_bytes(self, end: int) -> int:
+        """Bytes of one tiered layer just before the segment that ends there is routed."""
+        budget = self.budget
+        start = (end - 1) // self.segment_tokens * self.segment_tokens
+        full, coded = budget.num_windows(end), 0
+        if budget.is_tiered(start):
+            full += self._routed_full_windows(start) - budget.num_windows(start)
+            coded = self._coded_windows(start)
+        if budget.is_tiered(end):
+            coded = max(coded, self._coded_windows(end))
+        return full * budget.full_bytes + coded * budget.coded_bytes
 
 
 @dataclass
