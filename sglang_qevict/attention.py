@@ -64,8 +64,13 @@ def _require_plain_attention(
         )
 
 
-def _require_nothing_else(layer: Any, options: dict[str, Any]) -> None:
+def _require_nothing_else(layer: Any, save_kv_cache: bool, options: dict[str, Any]) -> None:
     """Raise ``TypeError`` for what a model asks of attention that would not be done."""
+    if not save_kv_cache:
+        raise TypeError(
+            f"--kv-tiering qevict stores keys and values itself, but layer {layer.layer_id} has "
+            "stored them already: drop --kv-tiering, or serve another model"
+        )
     asked = [name for name, value in options.items() if value is not None]
     if asked:
         raise TypeError(
@@ -171,13 +176,12 @@ class QEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One new token of each request: ``q`` ``[B, Hq * D]`` -> ``[B, Hq * D]``."""
-        _require_nothing_else(layer, kwargs)
+        _require_nothing_else(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._first_layer
         if index == 0:
             # By the first layer and not before all of them, so that a captured graph repeats it.
             self._places = self._manager.locate(forward_batch.out_cache_loc)
-        if save_kv_cache:
-            self._manager.store_at(index, self._places, k, v)
+        self._manager.store_at(index, self._places, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
         self._manager.kernels.decode(
@@ -204,11 +208,10 @@ class QEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """New tokens of each request: ``q`` ``[T, Hq * D]`` -> ``[T, Hq * D]``."""
-        _require_nothing_else(layer, kwargs)
+        _require_nothing_else(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._first_layer
         self._state.allocate_layer(index, self._chunks)
-        if save_kv_cache:
-            self._manager.store(index, forward_batch.out_cache_loc, k, v)
+        self._manager.store(index, forward_batch.out_cache_loc, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
         self._manager.kernels.extend(

@@ -79,6 +79,8 @@ def test_what_would_be_ignored_is_refused(forward: str) -> None:
     options = {"sinks": torch.zeros(4), "k_rope": None, "idx_q": torch.zeros(1)}
     with pytest.raises(TypeError, match="layer 3 asks for sinks, idx_q: drop --kv-tiering"):
         getattr(backend, forward)(None, None, None, layer, None, **options)
+    with pytest.raises(TypeError, match="layer 3 has stored them already: drop --kv-tiering"):
+        getattr(backend, forward)(None, None, None, layer, None, save_kv_cache=False)
 
 
 # --- compiling at start ---
