@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -203,22 +205,24 @@ def running(name: str, console: Console, *flags: str) -> Iterator[Server]:
 
 
 def tiers_table(report: Mapping[str, Any]) -> Table:
-    """Windows per tier of each layer, as a bar."""
+    """Windows per tier of each layer, as a bar; neighbours with the same counts share a row."""
     table = Table(
         title="Windows by tier while it answered",
         title_justify="left",
         title_style="bold",
         box=None,
     )
-    table.add_column("layer", justify="right")
+    table.add_column("layers", justify="right", no_wrap=True)
     table.add_column(
         "  ".join(f"[{color}]{mark} {label}[/]" for _, label, color, mark in _KINDS), no_wrap=True
     )
     for _, label, *_ in _KINDS:
-        table.add_column(label, justify="right")
-    layers = [report["layers"][key] for key, *_ in _KINDS]
-    for layer, counts in enumerate(zip(*layers, strict=True)):
-        table.add_row(str(layer), _bar(counts, 56), *(f"{count:,}" for count in counts))
+        table.add_column(label, justify="right", no_wrap=True)
+    layers = zip(*(report["layers"][key] for key, *_ in _KINDS), strict=True)
+    for counts, group in groupby(enumerate(layers), key=itemgetter(1)):
+        numbers = [layer for layer, _ in group]
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        table.add_row(span, _bar(counts, 40), *(f"{count:,}" for count in counts))
     return table
 
 
