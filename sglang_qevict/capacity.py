@@ -44,7 +44,7 @@ class CapacityPlan:
 
     @property
     def max_tokens(self) -> int:
-        """Logical tokens."""
+        """Tokens of context."""
         return self.num_pages * self.budget.config.window
 
     @property
@@ -185,13 +185,18 @@ def describe(plan: CapacityPlan) -> str:
     longest = budget.num_windows(4096) * config.window
     running = plan.arena_bytes // plan.claims.decode_bytes(longest, longest)
     staged = plan.claims.prefill_bytes(Prompt(longest, whole=True))
+    keys, values = f"{config.key_bits}-bit keys", f"{config.value_bits}-bit values"
+    if config.key_bits == config.value_bits:
+        values = "values"
+    at_most = f", but at most {plan.num_rows} requests at once" if plan.num_rows < running else ""
     return (
-        f"KV tiering is on: budget {float(config.budget):g}, q {float(config.quant_fraction):g}, "
-        f"windows of {config.window}, K{config.key_bits}V{config.value_bits} codes "
-        f"({budget.coded_bytes / budget.full_bytes:.3f} of FULL bytes, {config.params.value} "
-        f"parameters), route every {config.route_every}, promote {config.promote.value}; "
-        f"{plan.total_bytes / 2**20:.0f} MiB hold {plan.max_tokens} logical tokens "
-        f"(stock {stock}), {running} contexts of 4096 tokens at once "
-        f"(stock {stock // 4096}; one prefill takes {staged / 2**20:.1f} MiB), "
-        f"up to {plan.num_rows} requests, tables {plan.table_bytes / 2**20:.1f} MiB"
+        f"KV tiering is on: budget {float(config.budget):g}, "
+        f"quant-fraction {float(config.quant_fraction):g}, windows of {config.window}, "
+        f"{keys} and {values} ({budget.coded_bytes / budget.full_bytes:.3f} of FULL bytes, "
+        f"{config.params.value} parameters), route every {config.route_every}, "
+        f"promote {config.promote.value}; "
+        f"{plan.total_bytes / 2**20:.0f} MiB hold {plan.max_tokens} tokens of context "
+        f"(stock {stock}): room for {running} contexts of 4096 tokens "
+        f"(stock {stock // 4096}){at_most}; one prefill of 4096 takes "
+        f"{staged / 2**20:.1f} MiB, tables {plan.table_bytes / 2**20:.1f} MiB"
     )

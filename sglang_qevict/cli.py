@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +13,20 @@ from sglang_qevict.models import CACHE_VARIABLE, MODEL_NAME, ModelError, fetch_m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the process's exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{args.hint}")
     status: int = args.run(args)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-qevict", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="sglang-qevict",
+        description="Fetch the embedded model, or check this machine; "
+        "`sglang serve` starts the server.",
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     fetch = commands.add_parser(
@@ -32,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"where it is kept (default: ${CACHE_VARIABLE}, or sglang-qevict in the user's cache)",
     )
     fetch.add_argument("--quiet", action="store_true", help="report damage only, no progress")
-    fetch.set_defaults(run=_fetch_model)
+    fetch.set_defaults(run=_fetch_model, hint="")
 
     doctor = commands.add_parser(
         "doctor",
@@ -45,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="-- flags",
         help="flags of a server, as for `sglang serve`: tell what it would refuse",
     )
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_doctor, hint=" (flags of a server go after --)")
     return parser
 
 
@@ -61,7 +69,9 @@ def _fetch_model(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from sglang_qevict.doctor import diagnose
 
-    findings = diagnose(args.server_flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what SGLang's modules say of devices that are not here
+        findings = diagnose(args.server_flags)
     width = max(len(finding.subject) for finding in findings)
     for level, subject, detail in findings:
         print(f"{level.value:<8} {subject:<{width}}  {detail}")

@@ -114,9 +114,9 @@ def check_server(flags: Sequence[str]) -> Iterator[Finding]:
     load_plugins()
     missing = [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
     if missing:
-        yield Finding(Level.MISSING, "hooks", f"not applied: {', '.join(missing)}")
+        yield Finding(Level.MISSING, "hooks applied", f"not applied: {', '.join(missing)}")
     else:
-        yield Finding(Level.OK, "hooks", f"all {len(HOOKS)} applied in this process")
+        yield Finding(Level.OK, "hooks applied", f"all {len(HOOKS)}, in this process")
     yield _try_arguments(flags)
 
 

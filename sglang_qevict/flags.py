@@ -42,6 +42,11 @@ class Option:
         return self.flag[2:].replace("-", "_")
 
     @property
+    def metavar(self) -> str | None:
+        """What stands for the value in the help; None where its choices do."""
+        return None if self.choices else _METAVARS[self.parse]
+
+    @property
     def default(self) -> Any:
         """The default, as ``TieringConfig`` has it."""
         return getattr(TieringConfig(), self.field)
@@ -57,6 +62,10 @@ class Option:
         return "derived" if value is None else str(getattr(value, "value", value))
 
 
+_MANY_LAYERS = 10_000
+"""No model has as many: a number beyond is a typing error, and would fill the memory."""
+
+
 def _layers(text: str) -> frozenset[int]:
     """Layer numbers from a list such as ``0,1,28-29``; ``none`` or nothing means no layer."""
     layers: set[int] = set()
@@ -65,11 +74,13 @@ def _layers(text: str) -> frozenset[int]:
             continue
         first, is_range, last = part.partition("-")
         numbers = range(int(first), int(last if is_range else first) + 1)
-        if not numbers:
+        if not numbers or numbers[-1] >= _MANY_LAYERS:
             raise ValueError(f"no layers from {first} to {last}")
         layers.update(numbers)
     return frozenset(layers)
 
+
+_METAVARS: dict[Callable[[str], Any], str] = {Fraction: "SHARE", int: "N", _layers: "LAYERS"}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -182,6 +193,7 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
             option.flag,
             type=str,
             choices=option.choices,
+            metavar=option.metavar,
             default=None,
             help=f"{option.help} Range: {option.allowed}; default: {option.default_text}.",
         )
@@ -216,6 +228,7 @@ def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
 
 def _parsed(option: Option, value: Any) -> Any:
     try:
-        return option.parse(str(value))
+        is_list = isinstance(value, (list, tuple, set, frozenset, range))
+        return option.parse(",".join(map(str, value)) if is_list else str(value))
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{option.flag} must be {option.allowed}, got {value!r}") from None

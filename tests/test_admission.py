@@ -85,8 +85,17 @@ def test_a_memory_that_is_too_small_is_refused_with_what_suffices(
 def test_the_log_line_tells_what_is_on_and_what_it_gives() -> None:
     plan = make_plan()
     line = describe(plan)
-    assert line.startswith("KV tiering is on: budget 0.2, q 0.7, windows of 8, K2V2 codes")
-    assert f"{plan.max_tokens} logical tokens (stock 16384)" in line
+    assert line.startswith(
+        "KV tiering is on: budget 0.2, quant-fraction 0.7, windows of 8, 2-bit keys and values ("
+    )
+    assert f"{plan.max_tokens} tokens of context (stock 16384): room for" in line
+    assert "contexts of 4096 tokens (stock 4), but at most 8 requests at once;" in line
+
+
+def test_the_log_line_names_the_limit_of_requests_only_where_it_binds() -> None:
+    line = describe(make_plan(max_running_requests=32, key_bits=4))
+    assert "4-bit keys and 2-bit values (" in line
+    assert "at most" not in line
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, -1])

@@ -44,6 +44,15 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "command" in capsys.readouterr().err
 
 
+def test_server_flags_without_their_dashes_are_refused_with_a_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["doctor", "--kv-tiering", "qevict"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.endswith("--kv-tiering (flags of a server go after --)\n")
+
+
 @pytest.mark.parametrize(("level", "status"), [("OK", 0), ("NOTE", 0), ("MISSING", 1)])
 def test_doctor_exits_with_1_when_something_is_missing(
     level: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
