@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from report import (
     Column,
-    ForeignLoad,
     Row,
     Target,
     begin,
@@ -51,6 +50,7 @@ from servers import (
     finish_batches,
     start_batches,
 )
+from sglang_qevict.foreign_load import ForeignLoad
 
 CONTEXTS = (200, 1024, 4700, 7000)
 BATCHES = (1, 4, 8)

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from replay import Replay, StepTimes
 from report import (
     Column,
-    ForeignLoad,
     Row,
     Target,
     begin,
@@ -47,6 +46,7 @@ from servers import (
     finish_batches,
     start_batches,
 )
+from sglang_qevict.foreign_load import ForeignLoad
 
 OMEGA = 8
 CELLS = ((4700, 1), (4700, 4), (7000, 8))

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from report import (
     Column,
-    ForeignLoad,
     Row,
     Target,
     begin,
@@ -31,6 +30,7 @@ from report import (
     write_json,
 )
 from servers import NAMES, STOCK, TIERED, Servers, Texts
+from sglang_qevict.foreign_load import ForeignLoad
 
 CONTEXTS = (1024, 4096, 7000)
 

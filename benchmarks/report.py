@@ -9,12 +9,14 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from sglang_qevict.foreign_load import ForeignLoad
 
 BUSY_CORES = 0.1
 """Share of one core that other programs may take before a measurement counts as disturbed."""
@@ -83,41 +85,6 @@ def _cpu_info() -> dict[str, str]:
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-class ForeignLoad:
-    """CPU time that programs other than the benchmark take, in cores.
-
-    ``own``: the benchmark's processes besides this one.
-    """
-
-    def __init__(self, own: Callable[[], Iterable[psutil.Process]] = tuple) -> None:
-        self._own = own
-        self.start()
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._since = time.monotonic()
-        self._busy, self._ours = _busy_seconds(), self._own_seconds()
-
-    def cores(self) -> float:
-        """Cores that others took on average since ``start``."""
-        elapsed = time.monotonic() - self._since
-        others = (_busy_seconds() - self._busy) - (self._own_seconds() - self._ours)
-        return max(0.0, others / elapsed)
-
-    def _own_seconds(self) -> float:
-        total = 0.0
-        for process in (psutil.Process(), *self._own()):
-            times = process.cpu_times()
-            total += times.user + times.system
-        return total
-
-
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()
-    # Time of guests is part of user time already.
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
 
 
 def begin(options: argparse.Namespace) -> Machine:

@@ -1,7 +1,7 @@
 """``make demo``: a chat about a long text, with the KV cache in tiers and without.
 
 Starts a server with tiering, asks it about 4,000 tokens and more of real text, shows what the
-tiers hold while it answers, asks a server without tiering the same, and stops both.
+tiers hold while it answers, then stops it and asks a server without tiering the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from sglang_qevict.foreign_load import ForeignLoad
 from sglang_qevict.local_server import Server, ServerFailed
 from sglang_qevict.models import fetch_model
 
@@ -50,6 +52,9 @@ _QUESTIONS = (
     "Which statement handles exceptions?",
 )
 _ANSWER_TOKENS = 64
+_BUSY_CORES = 0.2
+"""What other programs may take before the times count as disturbed."""
+
 _KINDS = (
     ("full", "FULL", "green", "█"),
     ("coded", "CODED", "yellow", "▓"),
@@ -64,6 +69,7 @@ class Answer:
 
     prompt_tokens, cached_tokens: of the whole chat so far, and those of it that a prefix cache
     had. first_seconds: until the first token came; rest_seconds: from then to the last.
+    cut: it ended at the limit of tokens.
     """
 
     text: str
@@ -72,6 +78,12 @@ class Answer:
     tokens: int
     first_seconds: float
     rest_seconds: float
+    cut: bool
+
+    @property
+    def line(self) -> str:
+        """The text in one line, with an ellipsis where it was cut."""
+        return " ".join(self.text.split()) + ("…" if self.cut else "")
 
     @property
     def token_ms(self) -> float:
@@ -132,6 +144,7 @@ def ask(server: Server, messages: Sequence[Mapping[str, str]]) -> Answer:
     first = last = 0.0
     parts: list[str] = []
     usage: dict[str, Any] = {}
+    cut = False
     with (
         httpx.Client(base_url=server.url, timeout=600) as client,
         client.stream("POST", "/v1/chat/completions", json=body) as response,
@@ -143,6 +156,7 @@ def ask(server: Server, messages: Sequence[Mapping[str, str]]) -> Answer:
             event = json.loads(line[6:])
             usage = event.get("usage") or usage
             for choice in event["choices"]:
+                cut = cut or choice.get("finish_reason") == "length"
                 if choice["delta"].get("content"):
                     last = time.perf_counter()
                     first = first or last
@@ -154,11 +168,15 @@ def ask(server: Server, messages: Sequence[Mapping[str, str]]) -> Answer:
         tokens=usage["completion_tokens"],
         first_seconds=first - start,
         rest_seconds=last - first,
+        cut=cut,
     )
 
 
-def converse(server: Server, console: Console, name: str, show: bool) -> list[Answer]:
+def converse(server: Server, console: Console, name: str) -> list[Answer]:
     """Ask all questions in one chat, each turn with the turns before it."""
+    with console.status(f"{name}: a first request, not counted"):
+        server.chat("Say hello.", max_tokens=8)
+    load = ForeignLoad(server.processes)
     instruction = "Answer the questions about this text.\n\n" + long_text()
     messages = [{"role": "system", "content": instruction}]
     answers = []
@@ -168,17 +186,18 @@ def converse(server: Server, console: Console, name: str, show: bool) -> list[An
             answer = ask(server, messages)
         messages.append({"role": "assistant", "content": answer.text})
         answers.append(answer)
-        if show:
-            console.print(Text.assemble(("you  ", "bold cyan"), question))
-            console.print(Text.assemble(("model  ", "bold green"), answer.text))
-            console.print(
-                f"[dim]{answer.prompt_tokens:,} tokens in, {answer.tokens} out, first token "
-                f"after {answer.first_seconds:.1f} s, then {answer.token_ms:.0f} ms each[/]\n"
-            )
-        else:
-            console.print(
-                f"[dim]{answer.prompt_tokens:,} tokens in, {answer.tokens} out[/]  {question}"
-            )
+        console.print(Text.assemble(("you  ", "bold cyan"), question))
+        console.print(Text.assemble((f"{name}  ", "bold green"), answer.line))
+        console.print(
+            f"[dim]{answer.prompt_tokens:,} tokens in, {answer.tokens} out, first token "
+            f"after {answer.first_seconds:.1f} s, then {answer.token_ms:.0f} ms each[/]\n"
+        )
+    foreign = load.cores()
+    if foreign > _BUSY_CORES:
+        console.print(
+            f"[yellow]Other programs took {foreign:.1f} of {psutil.cpu_count()} cores meanwhile: "
+            "these times say little.[/]\n"
+        )
     return answers
 
 
@@ -193,7 +212,9 @@ def running(name: str, console: Console, *flags: str) -> Iterator[Server]:
 
                 def waiting() -> None:
                     seconds = time.monotonic() - start
-                    status.update(f"{name}: loading the model, {seconds:.0f} s (about 20 s)")
+                    status.update(
+                        f"{name}: starting, {seconds:.0f} s (about a minute on two cores)"
+                    )
 
                 server.start(waiting=waiting)
             seconds = time.monotonic() - start
@@ -202,6 +223,28 @@ def running(name: str, console: Console, *flags: str) -> Iterator[Server]:
         finally:
             with console.status(f"{name}: stopping"):
                 server.stop()
+
+
+def show_report(report: Mapping[str, Any], console: Console) -> None:
+    """What the tiers held in the last sample."""
+    console.print(tiers_table(report))
+    if len(set(_windows_by_layer(report))) == 1:
+        console.print(
+            "[dim]Every layer holds the same number of windows; which ones differs from layer to "
+            "layer.[/]"
+        )
+    held, stock = _held_bytes(report), _stock_bytes(report)
+    console.print("", bytes_table(report, held, stock))
+    if held > report["budget"] * stock:
+        # `route-every` and `window` are both 8: one window opens from one routing to the next.
+        console.print(
+            "[dim]Between two routings a layer may hold one window more than its budget.[/]"
+        )
+    console.print()
+
+
+def _windows_by_layer(report: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    return list(zip(*(report["layers"][key] for key, *_ in _KINDS), strict=True))
 
 
 def tiers_table(report: Mapping[str, Any]) -> Table:
@@ -218,8 +261,7 @@ def tiers_table(report: Mapping[str, Any]) -> Table:
     )
     for _, label, *_ in _KINDS:
         table.add_column(label, justify="right", no_wrap=True)
-    layers = zip(*(report["layers"][key] for key, *_ in _KINDS), strict=True)
-    for counts, group in groupby(enumerate(layers), key=itemgetter(1)):
+    for counts, group in groupby(enumerate(_windows_by_layer(report)), key=itemgetter(1)):
         numbers = [layer for layer, _ in group]
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
         table.add_row(span, _bar(counts, 40), *(f"{count:,}" for count in counts))
@@ -238,26 +280,40 @@ def _bar(counts: Sequence[int], width: int) -> Text:
     return bar
 
 
-def bytes_table(report: Mapping[str, Any], tokens: int) -> Table:
-    """The ledger: bytes by kind, beside what stock takes for the same context."""
+_BYTES = (
+    ("full", "FULL windows"),
+    ("codes", "codes"),
+    ("params", "scales and zeros"),
+    ("alignment", "padding of records"),
+)
+"""Of the report: key and label of what a request's windows take."""
+
+
+def _held_bytes(report: Mapping[str, Any]) -> int:
+    return sum(report["bytes"][key] for key, _ in _BYTES)
+
+
+def _stock_bytes(report: Mapping[str, Any]) -> int:
+    """Bytes of the same windows, all FULL."""
+    windows = sum(map(sum, _windows_by_layer(report)))
+    full_bytes: int = report["bytes"]["full"]
+    return windows * full_bytes // max(1, sum(report["layers"]["full"]))
+
+
+def bytes_table(report: Mapping[str, Any], held: int, stock: int) -> Table:
+    """The ledger: bytes by kind, beside those of the same windows, all FULL."""
     by_kind = report["bytes"]
     table = Table(title="Bytes in use", title_justify="left", title_style="bold", box=None)
     table.add_column("kind")
     table.add_column("MiB", justify="right")
-    kinds = (
-        ("full", "FULL windows"),
-        ("codes", "codes"),
-        ("params", "scales and zeros"),
-        ("alignment", "padding of records"),
-    )
-    for key, label in kinds:
+    for key, label in _BYTES:
         table.add_row(label, _mib(by_kind[key]))
-    held = sum(by_kind[key] for key, _ in kinds)
     table.add_row("[bold]windows of this request[/]", f"[bold]{_mib(held)}[/]")
     table.add_row("tables of the whole server", _mib(by_kind["tables"]))
-    windows = sum(sum(report["layers"][key]) for key, *_ in _KINDS)
-    stock = windows * by_kind["full"] // max(1, sum(report["layers"]["full"]))
-    table.add_row(f"[dim]the same {tokens:,} tokens, all FULL[/]", f"[dim]{_mib(stock)}[/]")
+    windows = sum(_windows_by_layer(report)[0])
+    table.add_row(
+        f"[dim]the same {windows:,} windows a layer, all FULL[/]", f"[dim]{_mib(stock)}[/]"
+    )
     table.add_row("share of it", f"{held / max(1, stock):.1%}")
     return table
 
@@ -307,17 +363,15 @@ def run(console: Console, budget: str) -> None:
     ) as server:
         observer = Observer(server.url)
         with observer.watching():
-            tiered = converse(server, console, "tiered", show=True)
-    report = observer.latest
-    if report:
-        console.print(tiers_table(report), "")
-        console.print(bytes_table(report, tiered[-1].prompt_tokens), "")
+            tiered = converse(server, console, "tiered")
+    if observer.latest:
+        show_report(observer.latest, console)
     with running("stock", console, "--kv-tiering", "none") as server:
-        stock = converse(server, console, "stock", show=False)
-    console.print("", speed_table(tiered, stock))
+        stock = converse(server, console, "stock")
+    console.print(speed_table(tiered, stock))
     console.print(
-        "[dim]cached: tokens that came from the prefix cache instead of being computed. One run "
-        "each; benchmarks/ measures properly.[/]"
+        "[dim]cached: tokens that came from the prefix cache instead of being computed. Each chat "
+        "goes on from its own answers. One run each; benchmarks/ measures properly.[/]"
     )
 
 
