@@ -51,19 +51,24 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         """The suffix of the ``forward_*`` methods that SGLang's operators run here."""
         return "native"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """The name in ``/start_profile`` of what runs here."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """What torch's profiler records here."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
-        """Makes rotary embedding exact in this worker; called once, before a model is built.
+        """Changes of SGLang in this worker; called once, before a model is built.
 
         The plain-torch rotation rounds cos and sin to the activations' dtype, which CUDA kernels
         never do. Keys would be off by up to 2^-8 of their size and could not be rotated back.
         """
         os.environ.setdefault("SGLANG_ROPE_CACHE_FP32", "1")
-        HookRegistry.register(
-            "sglang.srt.layers.rotary_embedding.utils.apply_rotary_emb",
-            rotate_in_float32,
-            HookType.AROUND,
-            source=HookSource(NAME, "sglang-qevict"),
-        )
+        for target, hook in _WORKER_HOOKS:
+            source = HookSource(NAME, "sglang-qevict")
+            HookRegistry.register(target, hook, HookType.AROUND, source=source)
         HookRegistry.apply_hooks()
 
 
@@ -76,6 +81,32 @@ def rotate_in_float32(
 ) -> torch.Tensor:
     """Rotates ``x`` ([tokens, heads, dim]) in float32 and rounds once, to the dtype of ``x``."""
     return rotate(x.float(), cos, sin, is_neox_style).to(x.dtype)
+
+
+def get_device_module(original: Callable[[Any], Any], device: Any = None) -> Any:
+    """torch's module of a device, by default of the CPU: a build with CUDA takes CUDA's."""
+    return original("cpu" if device is None else device)
+
+
+def validate_prompt(original: Callable[..., str | None], request: Any, *limits: Any) -> str | None:
+    """HTTP 400 for a prompt on which plain-torch operators would raise, in the scheduler."""
+    tokens, vocabulary = request.origin_input_ids, request.vocab_size
+    if not tokens:
+        return "The prompt has no token: send at least one."
+    if vocabulary is not None and request.multimodal_inputs is None:
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocabulary:
+                return (
+                    f"The prompt has the token id {token}, but ids go from 0 to {vocabulary - 1}."
+                )
+    return original(request, *limits)
+
+
+_WORKER_HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("sglang.srt.layers.rotary_embedding.utils.apply_rotary_emb", rotate_in_float32),
+    ("sglang.srt.managers.scheduler.validate_input_length", validate_prompt),
+    ("torch.get_device_module", get_device_module),
+)
 
 
 def choose_attention_backend(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -204,13 +204,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_NOT_WRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST}
+)
+
+
 def _explain(error: OSError, root: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"{root} has too little space for the embedded model; free {_NEEDED_BYTES >> 20} MiB "
             f"there or set {CACHE_VARIABLE} to a directory on another disk"
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+    if error.errno in _NOT_WRITABLE:
         return (
             f"{root} can't be written to ({error.strerror}); "
             f"set {CACHE_VARIABLE} to a directory that you can write to"

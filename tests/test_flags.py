@@ -48,7 +48,7 @@ WRONG: list[tuple[str, str]] = [
     *(("value-bits", text) for text in ("1", "16")),
     *(("min-context", text) for text in ("0", "36", "-1")),
     *(("exact-prefill-tokens", text) for text in ("0", "511", "many")),
-    *(("full-layers", text) for text in ("-1", "0,x", "3-", "-3", "4-2", "0;1")),
+    *(("full-layers", text) for text in ("-1", "0,x", "3-", "-3", "4-2", "0;1", "0-99999999999")),
     ("params", "int8"),
     ("promote", "restore"),
     ("prefill-scores", "first"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -17,7 +18,12 @@ import torch
 from sglang.srt.layers.rotary_embedding.utils import apply_rotary_emb
 
 from sglang_qevict import cpu_native, platform
-from sglang_qevict.cpu_native import CpuNativePlatform, rotate_in_float32
+from sglang_qevict.cpu_native import (
+    CpuNativePlatform,
+    get_device_module,
+    rotate_in_float32,
+    validate_prompt,
+)
 from sglang_qevict.platform import activate
 
 
@@ -176,3 +182,26 @@ def test_rotation_rounds_once() -> None:
     rounded_table = apply_rotary_emb(x, cos, sin, True)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(rounded_table.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([], "The prompt has no token: send at least one."),
+        ([5, -1, 7], "The prompt has the token id -1, but ids go from 0 to 99."),
+        ([5, 100], "The prompt has the token id 100, but ids go from 0 to 99."),
+        ([0, 99], "SGLang's own answer"),
+    ],
+)
+def test_a_prompt_that_operators_cannot_look_up_is_refused(
+    tokens: list[int], sentence: str
+) -> None:
+    request = SimpleNamespace(
+        origin_input_ids=array("q", tokens), vocab_size=100, multimodal_inputs=None
+    )
+    assert validate_prompt(lambda *_: "SGLang's own answer", request, 10, False) == sentence
+
+
+def test_the_device_is_the_cpu_even_for_a_torch_that_was_built_for_cuda() -> None:
+    assert get_device_module(torch.get_device_module) is torch.cpu
+    assert get_device_module(torch.get_device_module, "cuda") is torch.cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from server.harness import LAUNCH_SERVER, Server, ServerFailed, ServerPool
@@ -44,6 +45,29 @@ def test_prompts_around_the_page_size_all_finish_in_one_batch(server: Server) ->
     prompts = [list(range(3000, 3000 + length)) for length in (1, 7, 8, 9, 29)]
     answers = server.generate_many(prompts, max_new_tokens=12, ignore_eos=True)
     assert [len(answer["output_ids"]) for answer in answers] == [12] * 5
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1, 5], [1_000_000]])
+def test_a_prompt_that_can_not_be_computed_is_refused_and_nothing_else(
+    prompt: str | list[int], server: Server
+) -> None:
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        server.generate(prompt, max_new_tokens=2)
+    assert server.generate([5], max_new_tokens=2)["output_ids"]
+
+
+def test_profiles_are_written_and_memory_can_be_released(server: Server, tmp_path: Path) -> None:
+    profile = {"output_dir": str(tmp_path), "num_steps": 2, "activities": ["CPU"]}
+    _post(server, "/start_profile", profile)
+    server.generate([5, 6, 7], max_new_tokens=8)
+    assert list(tmp_path.rglob("*.trace.json.gz"))
+    _post(server, "/release_memory_occupation", {})
+    _post(server, "/resume_memory_occupation", {})
+    assert server.generate([5, 6, 7], max_new_tokens=2)["output_ids"]
+
+
+def _post(server: Server, path: str, body: dict[str, object]) -> None:
+    httpx.post(f"{server.url}{path}", json=body, timeout=60).raise_for_status()
 
 
 def test_a_repeated_prompt_is_served_from_whole_cached_pages(server: Server) -> None:
