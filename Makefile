@@ -1,5 +1,5 @@
 # make serve     a server with the embedded model on port 30000      (MODEL=…  another model, ARGS=…  more flags)
-# make demo      a chat about a long text, tiered and stock side by side, in about five minutes
+# make demo      a chat about a long text, with tiers and then without, in five to ten minutes
 # make test      the quick tests                                     (make test-full  all of them)
 # make check     what CI runs: lint, format, types, import rules, tests
 
