@@ -133,6 +133,7 @@ def _try_arguments(flags: Sequence[str]) -> Finding:
         with redirect_stderr(told), redirect_stdout(told):
             server_args = prepare_server_args(list(flags))
             server_args.resolve_once()
+            server_args.check_server_args()
     except SystemExit:
         errors = [line for line in told.getvalue().splitlines() if ": error: " in line]
         sentence = errors[-1].partition(": error: ")[2] if errors else told.getvalue().strip()
