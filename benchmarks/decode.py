@@ -39,18 +39,7 @@ from report import (
     spread,
     write_json,
 )
-from servers import (
-    NAMES,
-    STOCK,
-    TIERED,
-    TURN_STEPS,
-    Batch,
-    Servers,
-    Texts,
-    finish_batches,
-    start_batches,
-)
-from sglang_qevict.foreign_load import ForeignLoad
+from servers import NAMES, STOCK, TIERED, Servers, Texts, take_turns
 
 CONTEXTS = (200, 1024, 4700, 7000)
 BATCHES = (1, 4, 8)
@@ -85,21 +74,8 @@ def measure(
     bar: tqdm[Any],
 ) -> Row:
     """One cell of the table."""
-    batches: dict[str, Batch] = {}
-    bar.set_postfix_str(f"{context} x {batch}: prefills")
-    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
-        batches[name] = held
-        bar.update()
-    load = ForeignLoad(servers.processes)
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    for turn in range(turns):
-        bar.set_postfix_str(f"{context} x {batch}: turn {turn + 1} of {turns}")
-        for name in NAMES if turn % 2 else NAMES[::-1]:
-            with servers.running(name):
-                times[name].append(statistics.mean(batches[name].steps(TURN_STEPS)))
-        bar.update()
-    foreign = load.cores()
-    finish_batches(servers, batches)
+    steps, foreign = take_turns(servers, texts, context, batch, turns, same_text, bar)
+    times = {name: [statistics.mean(turn) for turn in steps[name]] for name in NAMES}
     stock, tiered = (statistics.median(times[name]) for name in NAMES)
     return {
         "context": context,
@@ -148,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
     machine = begin(options)
     cells = [(context, batch) for batch in batches for context in contexts]
     rows: list[Row] = []
-    llama: dict[int, float] | str = "llama.cpp was not measured: needs batch 1"
+    llama: dict[int, float] | str = "llama.cpp was not measured: needs batch 1 and two contexts"
     with Servers(budget=options.budget) as servers:
         with servers.running(STOCK) as server:
             texts = Texts(server)
@@ -160,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
                     f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "
                     f"ours {row['tiered_ms']:.1f} ms, others {row['foreign_cores']:.2f} cores"
                 )
-        if 1 in batches:
+        if 1 in batches and len(contexts) > 1:
             llama = measure_llama_cpp(options.llama_cpp, contexts, options.quick)
     add_marginal_ratios(rows)
     rows.sort(key=lambda row: (row["context"], row["batch"]))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
 
 from tqdm import tqdm
 
@@ -35,18 +35,7 @@ from report import (
     print_targets,
     write_json,
 )
-from servers import (
-    NAMES,
-    STOCK,
-    TIERED,
-    TURN_STEPS,
-    Batch,
-    Servers,
-    Texts,
-    finish_batches,
-    start_batches,
-)
-from sglang_qevict.foreign_load import ForeignLoad
+from servers import NAMES, STOCK, TIERED, TURN_STEPS, Servers, Texts, take_turns
 
 OMEGA = 8
 CELLS = ((4700, 1), (4700, 4), (7000, 8))
@@ -85,33 +74,7 @@ TARGETS = tuple(
 )
 
 
-def server_steps(
-    servers: Servers,
-    texts: Texts,
-    context: int,
-    batch: int,
-    turns: int,
-    same_text: bool,
-    bar: tqdm[Any],
-) -> tuple[dict[str, list[float]], float]:
-    """Seconds of all steps by server, and the cores that others took."""
-    batches: dict[str, Batch] = {}
-    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
-        batches[name] = held
-        bar.update()
-    load = ForeignLoad(servers.processes)
-    steps: dict[str, list[float]] = {name: [] for name in NAMES}
-    for _ in range(turns):
-        for name in NAMES:
-            with servers.running(name):
-                steps[name] += batches[name].steps(TURN_STEPS)
-        bar.update()
-    foreign = load.cores()
-    finish_batches(servers, batches)
-    return steps, foreign
-
-
-def split_events(steps: list[float]) -> tuple[float, float]:
+def split_events(turns: list[list[float]]) -> tuple[float, float]:
     """Median seconds of event steps and of the others.
 
     Rows of one batch are routed together, at every eighth step. Turns are a multiple of that plus
@@ -119,8 +82,7 @@ def split_events(steps: list[float]) -> tuple[float, float]:
     """
     events: list[float] = []
     others: list[float] = []
-    for start in range(0, len(steps), TURN_STEPS):
-        turn = steps[start : start + TURN_STEPS]
+    for turn in turns:
         phases = [statistics.median(turn[phase::OMEGA]) for phase in range(OMEGA)]
         event = phases.index(max(phases))
         for i, seconds in enumerate(turn):
@@ -143,11 +105,12 @@ def replayed(budget: float, lengths: list[int], steps: int) -> StepTimes:
 
 
 def measure_cell(
-    steps: dict[str, list[float]], foreign: float, times: StepTimes, context: int, batch: int
+    turns: dict[str, list[list[float]]], foreign: float, times: StepTimes, context: int, batch: int
 ) -> Row:
     """One row of the first table."""
+    steps = {name: list(chain.from_iterable(turns[name])) for name in NAMES}
     stock, tiered = (statistics.mean(steps[name]) for name in NAMES)
-    event, other = split_events(steps[TIERED])
+    event, other = split_events(turns[TIERED])
     quiet = times.median_ms("prologue", _none_due)
     routing = statistics.mean(times.prologue) * 1e3 - quiet
     scores = times.median_ms("scored") - times.median_ms("unscored")
@@ -233,12 +196,12 @@ def run(options: argparse.Namespace) -> None:
         with tqdm(total=len(cells) * (turns + 2), unit="turn", desc="servers") as bar:
             for cell in cells:
                 measured.append(
-                    (cell, server_steps(servers, texts, *cell, turns, options.quick, bar))
+                    (cell, take_turns(servers, texts, *cell, turns, options.quick, bar))
                 )
     rows = []
-    for (context, batch), (steps, foreign) in measured:
+    for (context, batch), (held, foreign) in measured:
         times = replayed(options.budget, [context] * batch, turns * TURN_STEPS)
-        rows.append(measure_cell(steps, foreign, times, context, batch))
+        rows.append(measure_cell(held, foreign, times, context, batch))
     events = event_rows(options.budget, options.quick)
     print_table(rows, SERVER_COLUMNS)
     print_targets(rows, TARGETS)

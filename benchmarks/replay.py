@@ -56,9 +56,8 @@ class Replay:
     def __init__(self, budget: float, num_rows: int, kv_tokens: int = 65536) -> None:
         config = TieringConfig(budget=Fraction(str(budget)))
         rule = WindowBudget(config, GEOMETRY, NUM_LAYERS)
-        token_bytes = NUM_LAYERS * GEOMETRY.full_window_bytes // GEOMETRY.window
         plan = plan_capacity(
-            rule, kv_tokens * token_bytes, CONTEXT_LIMIT, CONTEXT_LIMIT, num_rows, num_rows
+            rule, kv_tokens * rule.token_bytes, CONTEXT_LIMIT, CONTEXT_LIMIT, num_rows, num_rows
         )
         angles = torch.outer(torch.arange(float(CONTEXT_LIMIT)), 1e5 ** -(torch.arange(32.0) / 32))
         rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], -1), is_neox=True)

@@ -10,15 +10,18 @@ import http.client
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
+from tqdm import tqdm
 
 from report import warn
+from sglang_qevict.foreign_load import ForeignLoad
 from sglang_qevict.local_server import Server, ServerFailed
 
 FLAGS = (
@@ -229,6 +232,41 @@ class Batch:
                 raise RuntimeError("the batch ended before it was measured")
 
 
+def take_turns(
+    servers: Servers,
+    texts: Texts,
+    context: int,
+    batch: int,
+    turns: int,
+    same_text: bool,
+    bar: tqdm[Any],
+) -> tuple[dict[str, list[list[float]]], float]:
+    """Seconds of each step of each turn by server, and the cores that other programs took.
+
+    The servers hold the same batch (see `start_batches`) and decode it in turns, the one that
+    begins another one each time. ``bar`` goes on by one for each server and for each turn.
+    """
+    cell = f"{context} x {batch}"
+    bar.set_postfix_str(f"{cell}: prefills")
+    batches: dict[str, Batch] = {}
+    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
+        batches[name] = held
+        bar.update()
+    load = ForeignLoad(servers.processes)
+    steps: dict[str, list[list[float]]] = {name: [] for name in NAMES}
+    for turn in range(turns):
+        bar.set_postfix_str(f"{cell}: turn {turn + 1} of {turns}")
+        for name in NAMES if turn % 2 else NAMES[::-1]:
+            with servers.running(name):
+                steps[name].append(batches[name].steps(TURN_STEPS))
+        bar.update()
+    foreign = load.cores()
+    for name, held in batches.items():
+        with servers.running(name):
+            held.finish()
+    return steps, foreign
+
+
 def start_batches(
     servers: Servers, texts: Texts, context: int, batch: int, turns: int, same_text: bool
 ) -> Iterator[tuple[str, Batch]]:
@@ -247,10 +285,3 @@ def start_batches(
             held = Batch(server, prompts, steps + _SPARE_TOKENS)
             held.start()
         yield name, held
-
-
-def finish_batches(servers: Servers, batches: Mapping[str, Batch]) -> None:
-    """End the batch of each server."""
-    for name, batch in batches.items():
-        with servers.running(name):
-            batch.finish()

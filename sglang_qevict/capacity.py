@@ -181,7 +181,7 @@ def _row_claims(
 def describe(plan: CapacityPlan) -> str:
     """One line for the log: what is active and what capacity it gives."""
     budget, config = plan.budget, plan.budget.config
-    stock = plan.total_bytes // (budget.num_layers * budget.full_bytes // config.window)
+    stock = plan.total_bytes // budget.token_bytes
     longest = budget.num_windows(4096) * config.window
     running = plan.arena_bytes // plan.claims.decode_bytes(longest, longest)
     staged = plan.claims.prefill_bytes(Prompt(longest, whole=True))

@@ -74,14 +74,13 @@ def config_from_budget(
     model = configurator.model_config
     geometry = arguments.window_geometry(model, config, get_parallel().attn_tp_size)
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
-    token_bytes = budget.num_layers * budget.full_bytes // config.window
     wanted = get_schedule().max_running_requests
     with arguments.refusing(configurator.server_args):
         for sentence in refused_kv_dtype(model.dtype, configurator.kv_cache_dtype):
             raise ValueError(sentence)
         runtime.plan = plan_capacity(
             budget,
-            total_bytes=pool_config.max_total_num_tokens * token_bytes,
+            total_bytes=pool_config.max_total_num_tokens * budget.token_bytes,
             context_tokens=model.context_len,
             chunk_tokens=get_schedule().chunked_prefill_size,
             max_running_requests=wanted,
@@ -125,11 +124,6 @@ def get_paged_allocator_cls(result: Any, platform: Any) -> Any:
 def prefill_adder_init(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
     """Admission learns how far running requests may grow, which SGLang tells the adder alone."""
     project_running(adder)
-
-
-def add_chunked_req(adder: Any, request: Any) -> None:
-    """Admission learns whose next chunk it is asked about."""
-    continue_prompt(adder, request)
 
 
 def prepare_for_extend(result: None, batch: Any) -> None:
@@ -199,7 +193,7 @@ HOOKS: tuple[_Hook, ...] = (
     ),
     (
         f"{_SRT}.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        add_chunked_req,
+        continue_prompt,
         HookType.BEFORE,
     ),
     (

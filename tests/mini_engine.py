@@ -110,8 +110,7 @@ class MiniEngine:
     ) -> None:
         self.geometry, self.config, self.check = geometry, config, check
         budget = WindowBudget(config, geometry, num_layers)
-        token_bytes = num_layers * geometry.full_window_bytes // geometry.window
-        self.plan = plan_capacity(budget, kv_tokens * token_bytes, context, 64, rows, rows)
+        self.plan = plan_capacity(budget, kv_tokens * budget.token_bytes, context, 64, rows, rows)
         self.req_to_token = torch.zeros((rows + 1, context), dtype=torch.int32)
         self.rotary = rotary or rotary_table(geometry.head_dim)
         kernels = make_kernels(geometry, self.rotary)

@@ -74,8 +74,9 @@ class TeacherForcing:
             config.key_bits, config.value_bits, config.params,
         )  # fmt: skip
         budget = WindowBudget(config, geometry, c.num_hidden_layers)
-        token_bytes = budget.num_layers * budget.full_bytes // config.window
-        plan = plan_capacity(budget, 4 * (context + 64) * token_bytes, context + 64, None, 1, 1)
+        plan = plan_capacity(
+            budget, 4 * (context + 64) * budget.token_bytes, context + 64, None, 1, 1
+        )
         frequencies = self.model.model.rotary_emb.inv_freq.double()
         angles = torch.arange(context + 64, dtype=torch.float64)[:, None] * frequencies
         rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], -1).float(), is_neox=True)

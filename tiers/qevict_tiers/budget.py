@@ -107,6 +107,11 @@ class WindowBudget:
         return self.geometry.full_window_bytes
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in all layers while it is FULL."""
+        return self.num_layers * self.full_bytes // self.config.window
+
+    @property
     def coded_bytes(self) -> int:
         """``M_q``: bytes of a coded window of one layer."""
         return self.geometry.coded_window_bytes

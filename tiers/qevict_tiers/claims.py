@@ -173,8 +173,7 @@ class RowClaims:
             self.decode_bytes(prompt_tokens, min(final, short + 1)),
             *(self.least_prefill_bytes(tokens) for tokens in lengths),
         )
-        slack = budget.num_windows(budget.config.route_every) + 1
-        return most + budget.num_layers * slack * budget.full_bytes
+        return most + self.full_bytes(budget.config.route_every + budget.config.window)
 
     def _routed_full_windows(self, tokens: int) -> int:
         """FULL windows of one tiered layer just after an event at ``tokens``."""
