@@ -12,18 +12,15 @@ ratio           stock's time per output token divided by ours
 marginal_ratio  the same for the part that grows with context: differences from the shortest
                 context at the same batch
 
-Where llama-cpp-python and the model's GGUF file are at hand, llama.cpp is measured too, alone
-at batch 1, and the slopes per 1,000 tokens of context are compared.
+At batch 1 the slopes per 1,000 tokens of context are then compared in rounds (see slopes.py),
+beside llama.cpp's where llama-cpp-python and the model's GGUF file are at hand.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -40,6 +37,7 @@ from report import (
     write_json,
 )
 from servers import NAMES, STOCK, TIERED, Servers, Texts, take_turns
+from slopes import LLAMA_CPP, measure_slopes
 
 CONTEXTS = (200, 1024, 4700, 7000)
 BATCHES = (1, 4, 8)
@@ -100,20 +98,19 @@ def add_marginal_ratios(rows: list[Row]) -> None:
         row["marginal_ratio"] = stock / ours if ours > 0 else None
 
 
-def slope(points: dict[int, float]) -> float:
-    """Milliseconds for 1,000 tokens more of context, by least squares."""
-    regression = statistics.linear_regression(list(points), list(points.values()))
-    return regression.slope * 1e3
-
-
-def measure_llama_cpp(python: str, contexts: list[int], quick: bool) -> dict[int, float] | str:
-    """llama.cpp's milliseconds per token by context, or why there are none."""
-    script = Path(__file__).with_name("llama_cpp_decode.py")
-    command = [python, str(script), *map(str, contexts), *(["--quick"] if quick else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        return f"llama.cpp was not measured: {done.stdout.strip() or 'it failed'}"
-    return {int(context): ms for context, ms in json.loads(done.stdout).items()}
+def print_slopes(slopes: dict[str, Any]) -> None:
+    """The slopes of all engines, and whether ours is as flat as it should be."""
+    if slopes["missing"]:
+        print(f"llama.cpp was not measured: {slopes['missing']}")
+    per_1000 = slopes["ms_per_1000_tokens"]
+    print(
+        "ms for each 1,000 tokens of context at batch 1: "
+        + ", ".join(
+            f"{name} {ms:.2f} (+-{slopes['spread'][name]:.0%})" for name, ms in per_1000.items()
+        )
+    )
+    ratios = {f"{name}_slope_ratio": ms / per_1000[TIERED] for name, ms in per_1000.items()}
+    print_targets([ratios], [Target(f"{LLAMA_CPP}_slope_ratio", 4, {})])
 
 
 def run(options: argparse.Namespace) -> None:
@@ -124,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     machine = begin(options)
     cells = [(context, batch) for batch in batches for context in contexts]
     rows: list[Row] = []
-    llama: dict[int, float] | str = "llama.cpp was not measured: needs batch 1 and two contexts"
+    slopes: dict[str, Any] = {}
     with Servers(budget=options.budget) as servers:
         with servers.running(STOCK) as server:
             texts = Texts(server)
@@ -137,27 +134,16 @@ def run(options: argparse.Namespace) -> None:
                     f"ours {row['tiered_ms']:.1f} ms, others {row['foreign_cores']:.2f} cores"
                 )
         if 1 in batches and len(contexts) > 1:
-            llama = measure_llama_cpp(options.llama_cpp, contexts, options.quick)
+            slopes = measure_slopes(
+                servers, texts, min(contexts), max(contexts), options.rounds, options.llama_cpp
+            )
     add_marginal_ratios(rows)
     rows.sort(key=lambda row: (row["context"], row["batch"]))
     print_table(rows, COLUMNS)
     print_targets(rows, TARGETS)
-    slopes = {}
-    if isinstance(llama, str):
-        print(llama)
-    else:
-        alone = {row["context"]: row for row in rows if row["batch"] == 1}
-        slopes = {name: slope({c: row[f"{name}_ms"] for c, row in alone.items()}) for name in NAMES}
-        slopes["llama_cpp"] = slope(llama)
-        print(
-            "llama.cpp: "
-            + ", ".join(f"{ms:.1f} ms at {context}" for context, ms in llama.items())
-            + "\nms for each 1,000 tokens of context at batch 1: "
-            + ", ".join(f"{name} {value:.2f}" for name, value in slopes.items())
-        )
-        ratio = slopes["llama_cpp"] / slopes[TIERED]
-        print_targets([{"slope_ratio": ratio}], [Target("slope_ratio", 4, {})])
-    write_json(options.json, machine, rows, slopes_ms_per_1000_tokens=slopes)
+    if slopes:
+        print_slopes(slopes)
+    write_json(options.json, machine, rows, slopes=slopes)
 
 
 def main() -> None:
@@ -166,6 +152,7 @@ def main() -> None:
     options.add_argument("--context", type=int, action="append", help="tokens; may be repeated")
     options.add_argument("--batch", type=int, action="append", help="requests; may be repeated")
     options.add_argument("--turns", type=int, help="turns of each server (default: 5)")
+    options.add_argument("--rounds", type=int, default=7, help="rounds of the slopes (default: 7)")
     options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
     options.add_argument(
         "--llama-cpp",

@@ -35,9 +35,8 @@ from report import (
     print_targets,
     write_json,
 )
-from servers import NAMES, STOCK, TIERED, TURN_STEPS, Servers, Texts, take_turns
+from servers import NAMES, OMEGA, STOCK, TIERED, TURN_STEPS, Servers, Texts, take_turns
 
-OMEGA = 8
 CELLS = ((4700, 1), (4700, 4), (7000, 8))
 
 SERVER_COLUMNS = (

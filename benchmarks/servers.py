@@ -38,8 +38,11 @@ FLAGS = (
 STOCK, TIERED = "stock", "tiered"
 NAMES = (STOCK, TIERED)
 
-TURN_STEPS = 24
-"""Steps of a turn: a multiple of Omega, the steps between two routing events."""
+OMEGA = 8
+"""Steps between two routing events, by default."""
+
+TURN_STEPS = 3 * OMEGA
+"""Steps of a turn."""
 
 _SETTLE_STEPS = 3
 """Steps after a resumption that are not measured: a suspended one, and cold caches."""

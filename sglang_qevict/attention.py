@@ -103,7 +103,9 @@ def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, promote: Prom
         num_coded=zeros(1),
     )
     query = zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=dtype)
+    token = zeros(1, geometry.num_kv_heads, geometry.head_dim, dtype=dtype)
     out, scores = torch.empty_like(query), zeros(1, 1, dtype=torch.float32)
+    kernels.store(full, slot, slot, token, token)
     kernels.extend(query, full, coded, view, row, row, one, 1.0, out, scores, row)
     kernels.decode(query, full, coded, view, row, one, 1.0, out, scores)
     kernels.quantize(full, coded, slot, slot, slot)

@@ -25,8 +25,8 @@ def make_kernels(
         from qevict_kernels.memory import TorchMemory
         from qevict_kernels.numba import NumbaKernels
 
-        class CpuKernels(TorchMemory, NumbaKernels):
-            """numba for attention and codes, torch for moves."""
+        class CpuKernels(NumbaKernels, TorchMemory):
+            """numba for tokens, attention and codes, torch for moves of whole copies."""
 
         return CpuKernels(geometry, rotary)
     raise NotImplementedError(f"there are no kernels for device {device.type!r} yet")

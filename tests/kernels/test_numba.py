@@ -86,6 +86,39 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+# -- store -------------------------------------------------------------------------------
+
+
+@each_setup
+@pytest.mark.parametrize("tokens", [0, 1, 64, 65, 300])
+def test_store_writes_the_bytes_of_the_reference(setup: Setup, tokens: int) -> None:
+    geometry, g = setup.geometry, torch.Generator().manual_seed(tokens)
+    num_slots = tokens // geometry.window + 2
+    places = torch.randperm(num_slots * geometry.window, generator=g)[:tokens].int()
+    slots, offsets = places // geometry.window, places % geometry.window
+    slots[::5] = -1
+    heads = (geometry.num_kv_heads, geometry.head_dim)
+    # Keys and values as they come out of one projection: strided in the tokens.
+    both = torch.randn(tokens, 2, *heads, generator=g).to(setup.dtype)
+    got, expected = (full_arena(geometry, num_slots, setup.dtype, g.manual_seed(1)) for _ in "ab")
+    numba(setup).store(got, slots, offsets, both[:, 0], both[:, 1])
+    TorchMemory().store(expected, slots, offsets, both[:, 0], both[:, 1])
+    assert torch.equal(got.keys, expected.keys)
+    assert torch.equal(got.values, expected.values)
+
+
+def test_tokens_of_another_shape_or_dtype_are_not_stored() -> None:
+    full, slot = hostile_arena(SMALL, 8), torch.zeros(1, dtype=torch.int32)
+    token = torch.zeros(1, 3, 64, dtype=torch.bfloat16)
+    for keys, message in (
+        (token.float(), "keys must have the arena's dtype torch.bfloat16"),
+        (token[:, :2], r"keys must be \[1, 3, 64\]"),
+        (token.repeat(2, 1, 1), r"keys must be \[1, 3, 64\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            numba(SMALL).store(full, slot, slot, keys, token)
+
+
 # -- quantize, dequantize -----------------------------------------------------------------
 
 
@@ -323,10 +356,11 @@ def public_methods(cls: type) -> dict[str, inspect.Signature]:
 
 
 def test_every_kernel_has_a_reference_of_the_same_signature() -> None:
+    references = public_methods(ReferenceKernels) | public_methods(TorchMemory)
+    assert references == public_methods(AttentionKernels)
     kernels = public_methods(NumbaKernels)
-    assert kernels == public_methods(ReferenceKernels)
-    # With the memory moves of any backend, that is the whole interface.
-    assert kernels | public_methods(TorchMemory) == public_methods(AttentionKernels)
+    assert kernels | public_methods(TorchMemory) == references
+    assert references.keys() - kernels.keys() == {"copy_slots"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from qevict_kernels.numba.quantize import (
     quantize_kernel,
 )
 from qevict_kernels.numba.spec import Spec, host_lanes
+from qevict_kernels.numba.store import STORE_ARGUMENTS, store_kernel
 from qevict_kernels.rope import RotaryTable
 
 __all__ = ["NumbaKernels"]
@@ -54,6 +55,31 @@ class NumbaKernels:
         cos, sin = rotary.in_window(geometry.window).chunk(2, dim=1)
         self._offsets = torch.stack([cos, cos + sin, sin - cos], dim=1)
         self._compiled: dict[tuple[Any, torch.dtype], Callable[..., Any]] = {}
+
+    def store(
+        self,
+        full: FullArena,
+        full_slots: torch.Tensor,
+        offsets: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write new tokens into FULL windows."""
+        count, heads = full_slots.shape[0], self.geometry.num_kv_heads
+        self._check_full(full)
+        _check("full_slots", full_slots, (torch.int32,), (count,))
+        _check("offsets", offsets, (torch.int32,), (count,))
+        self._check_heads("keys", keys, count, heads, full.keys.dtype)
+        self._check_heads("values", values, count, heads, full.keys.dtype)
+        arguments = np.empty(1, STORE_ARGUMENTS)
+        arguments[0] = (
+            0,
+            full.keys.data_ptr(), full.values.data_ptr(), full_slots.data_ptr(),
+            offsets.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            count, full.keys.stride(0), keys.stride(0), values.stride(0),
+        )  # fmt: skip
+        run = self._kernel(store_kernel, full.keys.dtype)
+        run(None, arguments.ctypes.data, torch.get_num_threads())
 
     def quantize(
         self,
@@ -90,10 +116,10 @@ class NumbaKernels:
         scores: torch.Tensor | None,
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
-        batch = query.shape[0]
+        batch, heads = query.shape[0], self.geometry.num_q_heads
         self._check_stores(full, coded)
-        self._check_heads("query", query, batch, full.keys.dtype)
-        self._check_heads("out", out, batch, full.keys.dtype)
+        self._check_heads("query", query, batch, heads, full.keys.dtype)
+        self._check_heads("out", out, batch, heads, full.keys.dtype)
         _check_view(view, scores)
         _check("rows", rows, (torch.int64,), (batch,))
         _check("seq_lens", seq_lens, _LENGTHS, (batch,))
@@ -131,10 +157,10 @@ class NumbaKernels:
         score_starts: torch.Tensor | None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
-        batch = rows.shape[0]
+        batch, heads = rows.shape[0], self.geometry.num_q_heads
         self._check_stores(full, coded)
-        self._check_heads("query", query, query.shape[0], full.keys.dtype)
-        self._check_heads("out", out, query.shape[0], full.keys.dtype)
+        self._check_heads("query", query, query.shape[0], heads, full.keys.dtype)
+        self._check_heads("out", out, query.shape[0], heads, full.keys.dtype)
         _check_view(view, scores)
         _check("rows", rows, (torch.int64,), (batch,))
         _check("prefix_lens", prefix_lens, _LENGTHS, (batch,))
@@ -189,6 +215,10 @@ class NumbaKernels:
         return entry
 
     def _check_stores(self, full: FullArena, coded: torch.Tensor) -> None:
+        self._check_full(full)
+        _check("coded", coded, (torch.uint8,), (*coded.shape[:1], *self._record_shape))
+
+    def _check_full(self, full: FullArena) -> None:
         g = self.geometry
         keys, values = full.keys, full.values
         inner = (g.num_kv_heads, g.window, g.head_dim)
@@ -206,15 +236,16 @@ class NumbaKernels:
                 )
         if keys.dtype is not values.dtype or keys.stride(0) != values.stride(0):
             raise ValueError("full.keys and full.values must have one dtype and one stride")
-        _check("coded", coded, (torch.uint8,), (*coded.shape[:1], *self._record_shape))
 
     @property
     def _record_shape(self) -> tuple[int, int]:
         return self.geometry.num_kv_heads, self.geometry.record.record_bytes
 
-    def _check_heads(self, name: str, tensor: torch.Tensor, rows: int, dtype: torch.dtype) -> None:
-        """``tensor`` is ``[rows, Hq, D]`` of the arena's dtype, strided at most in the rows."""
-        heads, dim = self.geometry.num_q_heads, self.geometry.head_dim
+    def _check_heads(
+        self, name: str, tensor: torch.Tensor, rows: int, heads: int, dtype: torch.dtype
+    ) -> None:
+        """``tensor`` is ``[rows, heads, D]`` of the arena's dtype, strided at most in the rows."""
+        dim = self.geometry.head_dim
         if tensor.dtype is not dtype:
             raise ValueError(f"{name} must have the arena's dtype {dtype}, got {tensor.dtype}")
         if tensor.shape != (rows, heads, dim) or tensor.stride()[1:] != (dim, 1):
