@@ -5,8 +5,7 @@ suspended). They take turns, some steps each, so that a change of the machine me
 A figure is the mean over the steps of a turn, which include routing events at their true
 frequency, and the median over the turns. All requests of a batch are streamed and decode
 in all measured steps. Context is counted in the middle of the measurement. Each request has a
-text of its own; with --quick all of a batch have the same one, which stock prefills once and
-then reads from its prefix cache: all that differs from a full run is in stock's favour.
+text of its own.
 
 ratio           stock's time per output token divided by ours
 marginal_ratio  the same for the part that grows with context: differences from the shortest
@@ -36,7 +35,7 @@ from report import (
     spread,
     write_json,
 )
-from servers import NAMES, STOCK, TIERED, Servers, Texts, take_turns
+from servers import NAMES, QUICK_TURN_STEPS, STOCK, TIERED, TURN_STEPS, Servers, Texts, take_turns
 from slopes import LLAMA_CPP, measure_slopes
 
 CONTEXTS = (200, 1024, 4700, 7000)
@@ -68,11 +67,11 @@ def measure(
     context: int,
     batch: int,
     turns: int,
-    same_text: bool,
+    turn_steps: int,
     bar: tqdm[Any],
 ) -> Row:
     """One cell of the table."""
-    steps, foreign = take_turns(servers, texts, context, batch, turns, same_text, bar)
+    steps, foreign = take_turns(servers, texts, context, batch, turns, turn_steps, bar)
     times = {name: [statistics.mean(turn) for turn in steps[name]] for name in NAMES}
     stock, tiered = (statistics.median(times[name]) for name in NAMES)
     return {
@@ -118,6 +117,7 @@ def run(options: argparse.Namespace) -> None:
     contexts = options.context or ([200, 4700] if options.quick else list(CONTEXTS))
     batches = options.batch or ([4] if options.quick else list(BATCHES))
     turns = options.turns or (2 if options.quick else 5)
+    turn_steps = QUICK_TURN_STEPS if options.quick else TURN_STEPS
     machine = begin(options)
     cells = [(context, batch) for batch in batches for context in contexts]
     rows: list[Row] = []
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
             for context, batch in cells:
-                row = measure(servers, texts, context, batch, turns, options.quick, bar)
+                row = measure(servers, texts, context, batch, turns, turn_steps, bar)
                 rows.append(row)
                 bar.write(
                     f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "

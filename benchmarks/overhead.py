@@ -11,8 +11,6 @@ Two sources in one run:
 share              (scores + routing spread over all steps, from 2) divided by the mean step of
                    the server
 bookkeeping_share  claims and views in a step that routes nothing, divided by the same
-
-With --quick all requests of a batch have the same text, as in decode.py.
 """
 
 from __future__ import annotations
@@ -35,7 +33,17 @@ from report import (
     print_targets,
     write_json,
 )
-from servers import NAMES, OMEGA, STOCK, TIERED, TURN_STEPS, Servers, Texts, take_turns
+from servers import (
+    NAMES,
+    OMEGA,
+    QUICK_TURN_STEPS,
+    STOCK,
+    TIERED,
+    TURN_STEPS,
+    Servers,
+    Texts,
+    take_turns,
+)
 
 CELLS = ((4700, 1), (4700, 4), (7000, 8))
 
@@ -185,8 +193,9 @@ def event_rows(budget: float, quick: bool) -> list[Row]:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
-    cells = CELLS[1:2] if options.quick else CELLS
+    cells = CELLS[:1] if options.quick else CELLS
     turns = 2 if options.quick else 5
+    turn_steps = QUICK_TURN_STEPS if options.quick else TURN_STEPS
     machine = begin(options)
     measured = []
     with Servers(budget=options.budget) as servers:
@@ -194,12 +203,10 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + 2), unit="turn", desc="servers") as bar:
             for cell in cells:
-                measured.append(
-                    (cell, take_turns(servers, texts, *cell, turns, options.quick, bar))
-                )
+                measured.append((cell, take_turns(servers, texts, *cell, turns, turn_steps, bar)))
     rows = []
     for (context, batch), (held, foreign) in measured:
-        times = replayed(options.budget, [context] * batch, turns * TURN_STEPS)
+        times = replayed(options.budget, [context] * batch, turns * turn_steps)
         rows.append(measure_cell(held, foreign, times, context, batch))
     events = event_rows(options.budget, options.quick)
     print_table(rows, SERVER_COLUMNS)

@@ -41,8 +41,8 @@ NAMES = (STOCK, TIERED)
 OMEGA = 8
 """Steps between two routing events, by default."""
 
-TURN_STEPS = 3 * OMEGA
-"""Steps of a turn."""
+TURN_STEPS, QUICK_TURN_STEPS = 3 * OMEGA, 2 * OMEGA
+"""Steps of a turn, and with --quick."""
 
 _SETTLE_STEPS = 3
 """Steps after a resumption that are not measured: a suspended one, and cold caches."""
@@ -132,7 +132,7 @@ class Servers:
 
 def warm_up(server: Server) -> None:
     """Compile and touch what the first requests would pay for."""
-    for length in (16, 700, 2100):
+    for length in (16, 700):
         server.generate([1000 + i % 7000 for i in range(length)], max_new_tokens=12)
     server.flush_cache()
 
@@ -147,12 +147,6 @@ class Texts:
         body = {"model": "default", "prompt": text}
         self._ids: list[int] = server.post("/tokenize", body)["tokens"]
         self._next = 0
-
-    def prompts(self, count: int, tokens: int, same: bool) -> list[list[int]]:
-        """Passages of so many tokens: ``count`` different ones, or one ``count`` times."""
-        if same:
-            return [self.prompt(tokens)] * count
-        return [self.prompt(tokens) for _ in range(count)]
 
     def prompt(self, tokens: int) -> list[int]:
         """The next passage of so many tokens, each time another one until the text is used up."""
@@ -241,7 +235,7 @@ def take_turns(
     context: int,
     batch: int,
     turns: int,
-    same_text: bool,
+    turn_steps: int,
     bar: tqdm[Any],
 ) -> tuple[dict[str, list[list[float]]], float]:
     """Seconds of each step of each turn by server, and the cores that other programs took.
@@ -252,7 +246,7 @@ def take_turns(
     cell = f"{context} x {batch}"
     bar.set_postfix_str(f"{cell}: prefills")
     batches: dict[str, Batch] = {}
-    for name, held in start_batches(servers, texts, context, batch, turns, same_text):
+    for name, held in start_batches(servers, texts, context, batch, turns, turn_steps):
         batches[name] = held
         bar.update()
     load = ForeignLoad(servers.processes)
@@ -261,7 +255,7 @@ def take_turns(
         bar.set_postfix_str(f"{cell}: turn {turn + 1} of {turns}")
         for name in NAMES if turn % 2 else NAMES[::-1]:
             with servers.running(name):
-                steps[name].append(batches[name].steps(TURN_STEPS))
+                steps[name].append(batches[name].steps(turn_steps))
         bar.update()
     foreign = load.cores()
     for name, held in batches.items():
@@ -271,20 +265,16 @@ def take_turns(
 
 
 def start_batches(
-    servers: Servers, texts: Texts, context: int, batch: int, turns: int, same_text: bool
+    servers: Servers, texts: Texts, context: int, batch: int, turns: int, turn_steps: int
 ) -> Iterator[tuple[str, Batch]]:
     """Have each server in turn prefill the same prompts and hold them as a batch that decodes.
 
-    The batch has ``context`` tokens a request in the middle of so many turns. With
-    ``same_text`` all requests are one passage, which stock gets once ahead, so that its
-    prefix cache prefills it once.
+    Each request has a text of its own, and ``context`` tokens in the middle of so many turns.
     """
-    steps = turns * (TURN_STEPS + _SETTLE_STEPS + 1)
-    prompts = texts.prompts(batch, context - steps // 2, same_text)
+    steps = turns * (turn_steps + _SETTLE_STEPS + 1)
+    prompts = [texts.prompt(context - steps // 2) for _ in range(batch)]
     for name in NAMES:
         with servers.running(name) as server:
-            if name == STOCK and same_text:
-                server.generate(prompts[0], max_new_tokens=1)
             held = Batch(server, prompts, steps + _SPARE_TOKENS)
             held.start()
         yield name, held

@@ -89,8 +89,7 @@ def route(
     to_coded = rest & (rest.cumsum(-1) <= max_coded[:, None])
 
     ranked = torch.full_like(tiers, Tier.EVICTED)
-    ranked[to_full] = Tier.FULL
-    ranked[to_coded] = Tier.CODED
+    ranked.masked_fill_(to_full, Tier.FULL).masked_fill_(to_coded, Tier.CODED)
     routed = torch.empty_like(tiers).scatter_(-1, order, ranked)
     # In rank order a window's index is its rank.
     below = ranked_candidate & (window >= max_full[:, None])
