@@ -112,7 +112,7 @@ class Replay:
             self._manager.views.score.mul_(1 + 0.1 * torch.rand_like(self._manager.views.score))
         with _timed(times.prologue):
             # What SGLang asks and tells before a step, then the step's own beginning.
-            ledger.decode_bytes(rows)
+            ledger.total_if_decoded(rows)
             state.alloc_to_lengths(req_pool_indices_cpu=index, target_seq_lens_cpu=ends)
             state.start_decode(rows, lengths)
         locations = self._requests[index, ends - 1].long()

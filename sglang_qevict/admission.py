@@ -15,17 +15,24 @@ _Limit = TypeVar("_Limit", int, int | None)
 
 
 class _Candidate(NamedTuple):
-    """A request that this pass may admit: its claim now and once it has grown, in bytes."""
+    """A request that this pass may admit: its claim now and the most as it grows, in bytes."""
 
     prefill: int
     grown: int
+
+
+class Continued(NamedTuple):
+    """The prompt in progress whose next chunk comes first in a pass."""
+
+    row: int
+    prompt_tokens: int
 
 
 class TieredPrefillBudget(PrefillBudget):
     """SGLang's token budget, and on top of it the bytes that requests may come to need.
 
     A request is admitted if the claims of all rows, its own prefill included, fit the
-    arena, and if they still fit once everybody has grown as far as SGLang expects.
+    arena, and if they still fit while everybody grows as far as SGLang expects.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class TieredPrefillBudget(PrefillBudget):
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self.final_tokens: dict[int, int] = {}
-        self.chunked_prompt_tokens: int | None = None
+        self.continued: Continued | None = None
         self._ledger = ledger
         self._candidate = _Candidate(0, 0)
         self._admitted = _Candidate(0, 0)
@@ -69,7 +76,7 @@ class TieredPrefillBudget(PrefillBudget):
         self._truncates = truncated
         self._candidate = _Candidate(
             prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated and start == 0)),
-            grown=claims.decode_bytes(input_tokens, input_tokens + max_new_tokens),
+            grown=claims.growing_bytes(input_tokens, input_tokens, input_tokens + max_new_tokens),
         )
         if not self._has_room(self._candidate):
             return False, None
@@ -79,9 +86,9 @@ class TieredPrefillBudget(PrefillBudget):
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
         """How long the next chunk of the prompt in progress may be."""
-        assert self.chunked_prompt_tokens is not None
-        start = self.chunked_prompt_tokens - extend_input_len
-        limit = self._chunk_limit(self.chunked_prompt_tokens, start, chunk_limit)
+        assert self.continued is not None
+        prompt = self.continued.prompt_tokens
+        limit = self._chunk_limit(prompt, prompt - extend_input_len, chunk_limit)
         self._has_truncated = limit < extend_input_len
         if not self._has_truncated:
             return limit
@@ -108,7 +115,11 @@ class TieredPrefillBudget(PrefillBudget):
             is_chunked_continuation=is_chunked_continuation,
             **others,
         )
-        if not is_chunked_continuation:
+        if is_chunked_continuation:
+            assert self.continued is not None
+            row, prompt_tokens = self.continued
+            self.final_tokens[row] = prompt_tokens + max_new_tokens
+        else:
             self._has_truncated |= self._truncates
             self._admitted = _Candidate(
                 *(a + b for a, b in zip(self._admitted, self._candidate, strict=True))
@@ -154,4 +165,6 @@ def project_running(adder: Any) -> None:
 def continue_prompt(adder: Any, request: Any) -> None:
     """Tell the budget of a pass which prompt in progress is about to get its next chunk."""
     if isinstance(adder.memory_budget, TieredPrefillBudget):
-        adder.memory_budget.chunked_prompt_tokens = len(request.full_untruncated_fill_ids)
+        adder.memory_budget.continued = Continued(
+            request.kv.req_pool_idx, len(request.full_untruncated_fill_ids)
+        )

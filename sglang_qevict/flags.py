@@ -146,8 +146,8 @@ OPTIONS: tuple[Option, ...] = (
         int,
         "at least min-context",
         "Prompts up to this length see themselves in full precision and are routed once, at "
-        "their end; longer ones are routed chunk by chunk, which lowers the peak. Derived: "
-        "what half of the KV bytes can hold.",
+        "their end; longer ones that do not fit one chunk are routed chunk by chunk, which "
+        "lowers the peak. Derived: what half of the KV bytes can hold.",
     ),
     Option(
         "full-layers",

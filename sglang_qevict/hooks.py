@@ -74,7 +74,14 @@ def config_from_budget(
     model = configurator.model_config
     geometry = arguments.window_geometry(model, config, get_parallel().attn_tp_size)
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
-    wanted = get_schedule().max_running_requests
+    schedule = get_schedule()
+    wanted = schedule.max_running_requests
+    default = _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
+    chunk_tokens = schedule.chunked_prefill_size
+    if schedule.enable_mixed_chunk and chunk_tokens and chunk_tokens > 0:
+        # Decoding requests take a token each of a chunk: this much is left for prompts.
+        chunk_tokens = max(config.window, chunk_tokens - (wanted or default))
+        chunk_tokens -= chunk_tokens % config.window
     with arguments.refusing(configurator.server_args):
         for sentence in refused_kv_dtype(model.dtype, configurator.kv_cache_dtype):
             raise ValueError(sentence)
@@ -82,11 +89,9 @@ def config_from_budget(
             budget,
             total_bytes=pool_config.max_total_num_tokens * budget.token_bytes,
             context_tokens=model.context_len,
-            chunk_tokens=get_schedule().chunked_prefill_size,
+            chunk_tokens=chunk_tokens,
             max_running_requests=wanted,
-            default_running_requests=(
-                _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
-            ),
+            default_running_requests=default,
         )
     if wanted and runtime.plan.num_rows < wanted:
         logger.warning(

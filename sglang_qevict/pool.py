@@ -110,7 +110,9 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
             return False
         ledger = runtime.require_state().ledger
         rows = [request.kv.req_pool_idx for request in requests or ()]
-        return ledger.decode_bytes(row for row in rows if row in ledger) <= ledger.capacity_bytes
+        return (
+            ledger.total_if_decoded(row for row in rows if row in ledger) <= ledger.capacity_bytes
+        )
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: what is wrong with claims, copies and views."""

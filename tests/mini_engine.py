@@ -20,7 +20,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
-from sglang_qevict.admission import TieredPrefillBudget
+from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
@@ -158,7 +158,7 @@ class MiniEngine:
         """Tokens that admission lets a prompt in progress go on with; 0 if it has to wait."""
         request, budget = self.running[name], self._prefill_budget()
         left = request.prompt - request.stored
-        budget.chunked_prompt_tokens = request.prompt
+        budget.continued = Continued(request.row, request.prompt)
         tokens = budget.fit_chunk(extend_input_len=left, max_new_tokens=1, chunk_limit=limit)
         return min(left, tokens or 0)
 
@@ -180,7 +180,7 @@ class MiniEngine:
         rows = [self.running[name].row for name in names]
         return (
             len(self.free_pages) >= len(names)
-            and ledger.decode_bytes(rows) <= ledger.capacity_bytes
+            and ledger.total_if_decoded(rows) <= ledger.capacity_bytes
         )
 
     def extend(self, chunks: dict[int, int], decode: list[int] = []) -> None:  # noqa: B006

@@ -17,7 +17,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import TieringConfig
-from sglang_qevict.admission import TieredPrefillBudget, project_running
+from sglang_qevict.admission import Continued, TieredPrefillBudget, project_running
 from sglang_qevict.capacity import CapacityPlan, describe, plan_capacity
 from sglang_qevict.pool import TieredAllocator
 from sglang_qevict.runtime import runtime
@@ -115,7 +115,7 @@ def test_routing_points_of_long_prompts_are_whole_windows_and_leave_room_for_the
     segment = plan.claims.segment_tokens
     assert segment % 8 == 0
     assert 8 <= segment <= chunk_tokens
-    assert plan.claims.full_bytes(segment) <= plan.arena_bytes / 2
+    assert plan.claims.request_full_bytes(segment) <= plan.arena_bytes / 2
 
 
 def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None:
@@ -178,7 +178,7 @@ def test_no_more_is_granted_than_there_is_however_requests_grow(
             ledger.launched(row)
             stored[row] = tokens
     for _ in range(600):
-        while stored and ledger.decode_bytes(stored) > ledger.capacity_bytes:
+        while stored and ledger.total_if_decoded(stored) > ledger.capacity_bytes:
             retracted, _ = stored.popitem()
             ledger.remove(retracted)
         for row in stored:
@@ -309,7 +309,7 @@ def test_the_next_chunk_ends_at_a_routing_point_whatever_the_load_left_of_the_la
     for left, expected in ((96, 96), (256, 160), (256, 256), (256, 256), (256, 232)):
         scheduler.ledger.advance(1, start)
         budget = scheduler.new_pass()
-        budget.chunked_prompt_tokens = 1000
+        budget.continued = Continued(row=1, prompt_tokens=1000)
         chunk = budget.fit_chunk(extend_input_len=1000 - start, max_new_tokens=8, chunk_limit=left)
         assert chunk is not None
         start += min(chunk, 1000 - start)
@@ -322,7 +322,7 @@ def test_an_unfinished_prompt_that_goes_on_keeps_others_from_being_cut() -> None
     scheduler.ledger.admit(1, Prompt(1000, whole=False))
     scheduler.ledger.advance(1, 256)
     budget = scheduler.new_pass()
-    budget.chunked_prompt_tokens = 1000
+    budget.continued = Continued(row=1, prompt_tokens=1000)
     budget.fit_chunk(extend_input_len=744, max_new_tokens=8, chunk_limit=4096)
     assert ask(budget, 1000, limit=4096) == (True, 0)
 
@@ -332,7 +332,7 @@ def test_a_prompt_in_progress_goes_on_by_whole_windows_or_waits(
     left: int, expected: int | None
 ) -> None:
     budget = Scheduler(make_plan(chunk_tokens=256)).new_pass()
-    budget.chunked_prompt_tokens = 1000
+    budget.continued = Continued(row=1, prompt_tokens=1000)
     assert budget.fit_chunk(extend_input_len=744, max_new_tokens=8, chunk_limit=left) == expected
     assert budget.fit_chunk(extend_input_len=7, max_new_tokens=8, chunk_limit=7) == 7
 
@@ -369,19 +369,68 @@ def test_remaining_tokens_are_what_bytes_allow_where_pages_allow_more() -> None:
     new=st.integers(1, 2000),
     chunk_tokens=st.sampled_from([8, 64, 512, 2048]),
 )
-def test_what_is_admitted_fits_now_and_once_it_has_grown(
+def test_what_is_admitted_is_never_retracted_if_it_grows_as_foreseen(
     prompts: list[int], new: int, chunk_tokens: int
 ) -> None:
     plan = make_plan(tokens=6000, chunk_tokens=chunk_tokens, exact_prefill_tokens=1024)
-    budget = Scheduler(plan).new_pass()
-    now = grown = 0
-    for tokens in prompts:
+    scheduler = Scheduler(plan)
+    budget, ledger = scheduler.new_pass(), scheduler.ledger
+    admitted = []
+    for row, tokens in enumerate(prompts):
         fits, limit = ask(budget, tokens, new, limit=1 << 20)
         if fits and limit:
-            whole = limit >= tokens
-            now += plan.claims.prefill_bytes(Prompt(tokens, whole=whole))
-            grown += plan.claims.decode_bytes(tokens, tokens + new)
-    assert max(now, grown) <= plan.arena_bytes
+            admitted.append((row, Prompt(tokens, whole=limit >= tokens)))
+    for row, prompt in admitted:
+        ledger.admit(row, prompt)
+        ledger.advance(row, prompt.tokens)
+    ledger.require_room()
+    rows = [row for row, _ in admitted]
+    for step in range(new):
+        for row, prompt in admitted:
+            ledger.advance(row, prompt.tokens + step)
+            ledger.launched(row)
+        assert ledger.total_if_decoded(rows) <= ledger.capacity_bytes
+
+
+@given(
+    prompt=st.integers(1, 1500),
+    before=st.integers(0, 800),
+    growth=st.integers(0, 800),
+    options=st.sampled_from(
+        [{}, {"budget": Fraction(1)}, {"window": 16}, {"route_every": 3}, {"quant_fraction": 0}]
+    ),
+)
+def test_no_claim_on_the_way_exceeds_what_growing_was_said_to_take(
+    prompt: int, before: int, growth: int, options: dict[str, Any]
+) -> None:
+    claims = make_plan(**options).claims
+    start = prompt + before
+    foreseen = claims.growing_bytes(prompt, start, start + growth)
+    most = max(claims.decode_bytes(prompt, n) for n in range(start, start + growth + 1))
+    # Where a window begins in its interval, and whether the protected ones straddle one more,
+    # shifts claims by a window in each layer.
+    assert most <= foreseen + 2 * LAYERS * claims.budget.full_bytes
+    assert foreseen <= most
+
+
+def test_the_last_chunk_of_a_prompt_reserves_what_it_may_generate() -> None:
+    """Whoever shares that chunk is admitted beside what the prompt is going to take."""
+    plan = make_plan(tokens=4096, chunk_tokens=2048)
+
+    def admitted_beside(new: int) -> int:
+        scheduler = Scheduler(plan)
+        scheduler.ledger.admit(9, Prompt(400, whole=False))
+        scheduler.ledger.advance(9, 200)
+        budget = scheduler.new_pass()
+        budget.continued = Continued(row=9, prompt_tokens=400)
+        budget.fit_chunk(extend_input_len=200, max_new_tokens=new, chunk_limit=2048)
+        budget.reserve(200, new, is_chunked_continuation=True)
+        count = 0
+        while ask(budget, 100)[0]:
+            count += 1
+        return count
+
+    assert admitted_beside(new=200) < admitted_beside(new=1)
 
 
 def test_growth_is_read_from_the_running_batch_of_sglangs_adder() -> None:

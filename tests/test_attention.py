@@ -135,8 +135,8 @@ def test_every_kernel_that_serving_needs_runs_at_start(
 ) -> None:
     kernels = make_kernels(WindowGeometry(2, 1, 64), rotary_table(64), torch.device("cpu"))
     called: list[str] = []
-    for name in ("quantize", "dequantize", "decode", "extend"):
+    for name in ("store", "quantize", "dequantize", "decode", "extend"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name: called.append(name))
     compile_kernels(kernels, torch.float16, promote)
-    needed = {"quantize", "decode", "extend"}
+    needed = {"store", "quantize", "decode", "extend"}
     assert set(called) == needed | ({"dequantize"} if promote is Promotion.DEQUANTIZE else set())

@@ -21,6 +21,7 @@ from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.numba import NumbaKernels
 from qevict_kernels.numba import kernels as numba_module
+from qevict_kernels.numba import spec as spec_module
 from qevict_kernels.reference import ReferenceKernels, decode_windows, unpack
 
 EPS = 2.0**-24
@@ -416,6 +417,20 @@ def test_second_process_finds_compiled_kernels_on_disk(tmp_path: Path) -> None:
         for _ in range(2)
     ]  # fmt: skip
     assert hits == ["0", "1"]
+
+
+def test_any_change_of_the_package_makes_compiled_kernels_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Offsets and margins come from files beside the drivers; numba itself looks at one file."""
+    fingerprint = spec_module._source_fingerprint.__wrapped__
+    root = Path(spec_module.__file__).parents[1]
+    before, read = fingerprint(), Path.read_bytes
+    for changed in root.rglob("*.py"):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, of=changed: read(path) + b"#" * (path == of)
+        )
+        assert fingerprint() != before
 
 
 def test_wide_vectors_are_used_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

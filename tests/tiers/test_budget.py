@@ -87,6 +87,7 @@ def test_layers_kept_full_take_their_bytes_from_the_others() -> None:
         ({"budget": Fraction(1, 20)}, "raise --kv-tiering-budget"),
         ({"full_layers": frozenset({30})}, "has layers 0 to 29"),
         ({"full_layers": frozenset(range(6))}, "--kv-tiering-full-layers"),
+        ({"full_layers": frozenset(range(30))}, "keeps all 30 layers FULL"),
         ({"local": 480}, "lower --kv-tiering-local"),
     ],
 )

@@ -65,8 +65,14 @@ class WindowBudget:
                 f"--kv-tiering-full-layers names layers {unknown}, "
                 f"but the model has layers 0 to {self.num_layers - 1}"
             )
-        if self.num_tiered_layers == 0 or self.keeps_everything:
+        if self.config.budget == 1:
             return
+        if self.num_tiered_layers == 0:
+            raise ValueError(
+                f"--kv-tiering-full-layers keeps all {self.num_layers} layers FULL, which takes "
+                f"all bytes, but --kv-tiering-budget is {float(self.config.budget):g}: name fewer "
+                "layers, or drop both"
+            )
         first = self.config.min_context + 1
         floor_tokens = self.max_protected_windows * self.config.window
         if self.layer_budget * self.num_windows(first) < self.max_protected_windows:

@@ -91,7 +91,7 @@ class RowClaims:
             and self.budget.is_tiered(stored_tokens)
         )
 
-    def full_bytes(self, tokens: int) -> int:
+    def request_full_bytes(self, tokens: int) -> int:
         """Bytes of a request that is FULL in every layer."""
         budget = self.budget
         return budget.num_layers * budget.num_windows(tokens) * budget.full_bytes
@@ -101,7 +101,7 @@ class RowClaims:
         budget, n = self.budget, prompt.tokens
         first_decode = self.decode_bytes(n, n)
         if not budget.is_tiered(n):
-            return max(self.full_bytes(n), first_decode)
+            return max(self.request_full_bytes(n), first_decode)
         staged = budget.num_windows(n)
         unrouted = budget.num_full_layers * staged * budget.full_bytes
         one_layer = staged * budget.full_bytes + budget.capacities(n).coded * budget.coded_bytes
@@ -131,6 +131,18 @@ class RowClaims:
         events = max(1, -(-(stored_tokens - prompt_tokens) // omega))
         return self._bytes_through(prompt_tokens + events * omega)
 
+    def growing_bytes(self, prompt_tokens: int, stored_tokens: int, final_tokens: int) -> int:
+        """The most that a request claims while it decodes from one length to another.
+
+        Claims grow with the length, except that up to its first routing a request is FULL
+        altogether: the interval beyond ``min_context`` may take more than any length after it.
+        """
+        final = max(stored_tokens, final_tokens)
+        crossing = min(final, max(stored_tokens, self.budget.config.min_context + 1))
+        return max(
+            self.decode_bytes(prompt_tokens, final), self.decode_bytes(prompt_tokens, crossing)
+        )
+
     @cached_property
     def _bytes_through(self) -> Callable[[int], int]:
         # Asked several times a step for each request, of few different lengths.
@@ -142,7 +154,7 @@ class RowClaims:
         last_event = next_event - budget.config.route_every
         if not budget.is_tiered(next_event):
             # Nothing is routed then, and the token after it may open a window.
-            return self.full_bytes(next_event + 1)
+            return self.request_full_bytes(next_event + 1)
         windows = budget.num_windows
         growth = windows(next_event) - windows(last_event)
         if budget.is_tiered(last_event):
@@ -169,11 +181,10 @@ class RowClaims:
         ends = (short, self.exact_prefill_tokens, self.chunk_tokens)
         lengths = {prompt_tokens, final, *(n for n in ends if prompt_tokens < n < final)}
         most = max(
-            self.decode_bytes(prompt_tokens, final),
-            self.decode_bytes(prompt_tokens, min(final, short + 1)),
+            self.growing_bytes(prompt_tokens, prompt_tokens, final),
             *(self.least_prefill_bytes(tokens) for tokens in lengths),
         )
-        return most + self.full_bytes(budget.config.route_every + budget.config.window)
+        return most + self.request_full_bytes(budget.config.route_every + budget.config.window)
 
     def _routed_full_windows(self, tokens: int) -> int:
         """FULL windows of one tiered layer just after an event at ``tokens``."""
@@ -278,17 +289,18 @@ class ClaimLedger:
                 f"KV tiering granted {self.total_bytes} bytes of {self.capacity_bytes}"
             )
 
-    def decode_bytes(self, rows: Iterable[int]) -> int:
+    def total_if_decoded(self, rows: Iterable[int]) -> int:
         """Sum of all claims if these rows decode their next token."""
         growth = (self._rows[row].next_claim - self._rows[row].claim for row in rows)
         return self.total_bytes + sum(growth)
 
     def projected_bytes(self, final_tokens: Mapping[int, int]) -> int:
-        """Sum of what all rows will claim once they have grown to these lengths."""
+        """Sum of the most that all rows will claim on their way to these lengths."""
         return sum(
-            self.claims.decode_bytes(
+            self.claims.growing_bytes(
                 state.prompt.tokens,
-                max(state.prompt.tokens, state.stored, final_tokens.get(row, 0)),
+                max(state.prompt.tokens, state.stored),
+                final_tokens.get(row, 0),
             )
             for row, state in self._rows.items()
         )

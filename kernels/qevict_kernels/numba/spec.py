@@ -5,7 +5,7 @@ carries the geometry, so that
 
 * intrinsics read shapes as Python numbers while they generate code,
 * numba's own on-disk cache finds a kernel again in another process (closures never hit it),
-* a change of any source file of this package changes the type, so stale code is never loaded.
+* a change of any source file of ``qevict_kernels`` changes the type, so stale code is never loaded.
 """
 
 from __future__ import annotations
@@ -137,6 +137,6 @@ def host_lanes() -> int:
 @cache
 def _source_fingerprint() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
