@@ -104,9 +104,7 @@ def print_slopes(slopes: dict[str, Any]) -> None:
     per_1000 = slopes["ms_per_1000_tokens"]
     print(
         "ms for each 1,000 tokens of context at batch 1: "
-        + ", ".join(
-            f"{name} {ms:.2f} (+-{slopes['spread'][name]:.0%})" for name, ms in per_1000.items()
-        )
+        + ", ".join(f"{name} {ms:.2f}" for name, ms in per_1000.items())
     )
     ratios = {f"{name}_slope_ratio": ms / per_1000[TIERED] for name, ms in per_1000.items()}
     print_targets([ratios], [Target(f"{LLAMA_CPP}_slope_ratio", 4, {})])
@@ -152,7 +150,7 @@ def main() -> None:
     options.add_argument("--context", type=int, action="append", help="tokens; may be repeated")
     options.add_argument("--batch", type=int, action="append", help="requests; may be repeated")
     options.add_argument("--turns", type=int, help="turns of each server (default: 5)")
-    options.add_argument("--rounds", type=int, default=7, help="rounds of the slopes (default: 7)")
+    options.add_argument("--rounds", type=int, default=9, help="rounds of the slopes (default: 9)")
     options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
     options.add_argument(
         "--llama-cpp",

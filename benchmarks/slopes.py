@@ -1,23 +1,22 @@
 """How decoding slows down with context at batch 1: stock, tiered, and llama.cpp where it is.
 
-A slope is a small difference of large times, so the machine's drift would drown it if contexts
-were measured one after another. Here a round goes, for each engine, from the shortest context to
-the longest and back, which cancels what drifts evenly, and gives one slope; the figure is the
-median over rounds. A turn's time per token is the mean over the ``OMEGA`` phases of routing of the
-median step in that phase, so that events count at their true frequency and single hiccups do not.
+A slope is a small difference of large times, so what else a machine does would drown it in any
+mean. Here rounds visit both contexts with every engine, and an engine's time per token is that of
+its best turn: the mean, over the ``OMEGA`` phases of routing, of the quickest step in each. So
+routing events count at their true frequency, and what slows down only some steps does not.
 """
 
 from __future__ import annotations
 
 import statistics
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from report import spread
 from servers import NAMES, OMEGA, TURN_STEPS, Batch, Servers, Texts
 
 LLAMA_CPP = "llama_cpp"
@@ -63,9 +62,8 @@ def measure_slopes(
 ) -> dict[str, Any]:
     """Milliseconds for each 1,000 tokens more of context between two contexts, by engine.
 
-    ``llama_cpp``: a Python that may be able to import it. Returns ``ms_per_1000_tokens`` and its
-    ``spread`` over the rounds, all slopes of the rounds, all by engine, the two contexts, and
-    ``missing``: why there is no llama.cpp.
+    ``llama_cpp``: a Python that may be able to import it. Returns the two ``contexts``, by engine
+    ``token_ms`` at both and ``ms_per_1000_tokens``, and ``missing``: why there is no llama.cpp.
     """
     contexts = (shortest, longest)
     try:
@@ -85,30 +83,35 @@ def _measure(
 ) -> dict[str, Any]:
     names = [*NAMES, LLAMA_CPP] if llama else list(NAMES)
     prompts = [texts.prompt(context - TURN_STEPS // 2) for context in contexts]
-    slopes: dict[str, list[float]] = {name: [] for name in names}
-    with tqdm(total=rounds * len(names) * 3, unit="turn", desc="slopes") as bar:
-
-        def token_ms(name: str, index: int) -> float:
+    steps: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
+    with tqdm(total=rounds * len(names) * len(contexts), unit="turn", desc="slopes") as bar:
+        for name, index in rounds * [(name, index) for name in names for index in (0, 1)]:
             bar.set_postfix_str(f"{name} at {contexts[index]}")
             if llama and name == LLAMA_CPP:
-                steps = llama.steps(index, TURN_STEPS)
+                turn = llama.steps(index, TURN_STEPS)
             else:
-                steps = _turn(servers, name, prompts[index])
+                turn = _turn(servers, name, prompts[index])
+            steps[name, index].append(turn)
             bar.update()
-            phases = [statistics.median(steps[phase::OMEGA]) for phase in range(OMEGA)]
-            return statistics.mean(phases) * 1e3
-
-        for _ in range(rounds):
-            for name in names:
-                before, longest, after = (token_ms(name, index) for index in (0, 1, 0))
-                grown = longest - (before + after) / 2
-                slopes[name].append(grown / (contexts[1] - contexts[0]) * 1e3)
+    token_ms = {
+        name: [_undisturbed(steps[name, index]) * 1e3 for index in (0, 1)] for name in names
+    }
     return {
         "contexts": list(contexts),
-        "ms_per_1000_tokens": {name: statistics.median(slopes[name]) for name in names},
-        "spread": {name: spread(slopes[name]) for name in names},
-        "rounds": slopes,
+        "token_ms": token_ms,
+        "ms_per_1000_tokens": {
+            name: (last - first) / (contexts[1] - contexts[0]) * 1e3
+            for name, (first, last) in token_ms.items()
+        },
     }
+
+
+def _undisturbed(turns: Sequence[Sequence[float]]) -> float:
+    """The least, over turns, of the mean over phases of the quickest step in each.
+
+    Where in a turn its routing events fall is not known, so phases of two turns never mix.
+    """
+    return min(statistics.mean(min(turn[phase::OMEGA]) for phase in range(OMEGA)) for turn in turns)
 
 
 def _turn(servers: Servers, name: str, prompt: Sequence[int]) -> list[float]:

@@ -63,7 +63,7 @@ class TieredPrefillBudget(PrefillBudget):
         **others: Any,
     ) -> tuple[bool, int | None]:
         """Whether a request may start its prefill, and how long its first chunk may be."""
-        if total_tokens >= super().remaining_total:
+        if total_tokens >= self._free_page_tokens:
             return False, None
         claims = self._ledger.claims
         start = input_tokens - extend_input_len
@@ -97,7 +97,7 @@ class TieredPrefillBudget(PrefillBudget):
 
     def available_chunk_tokens(self, chunk_limit: int) -> int:
         """How much of a chunk the prompt in progress may use: its bytes are claimed already."""
-        available = min(chunk_limit, int(super().remaining_total))
+        available = min(chunk_limit, int(self._free_page_tokens))
         return available if available > 0 else chunk_limit
 
     def reserve(
@@ -131,7 +131,12 @@ class TieredPrefillBudget(PrefillBudget):
         budget = self._ledger.claims.budget
         page_bytes = budget.num_layers * budget.full_bytes * budget.config.budget
         free = self._ledger.capacity_bytes - self._ledger.promised_bytes - self._admitted.prefill
-        return min(super().remaining_total, int(free / page_bytes) * self.page_size)
+        return min(self._free_page_tokens, int(free / page_bytes) * self.page_size)
+
+    @property
+    def _free_page_tokens(self) -> int:
+        """Tokens that may still be promised by pages alone."""
+        return super().remaining_total
 
     def _has_room(self, candidate: _Candidate) -> bool:
         ledger = self._ledger
