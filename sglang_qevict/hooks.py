@@ -76,20 +76,15 @@ def config_from_budget(
     budget = WindowBudget(config, geometry, configurator.layer_info.num_effective_layers)
     schedule = get_schedule()
     wanted = schedule.max_running_requests
-    default = _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
-    chunk_tokens = schedule.chunked_prefill_size
-    if schedule.enable_mixed_chunk and chunk_tokens and chunk_tokens > 0:
-        # Decoding requests take a token each of a chunk: this much is left for prompts.
-        chunk_tokens = max(config.window, chunk_tokens - (wanted or default))
-        chunk_tokens -= chunk_tokens % config.window
     with arguments.refusing(configurator.server_args):
         for sentence in refused_kv_dtype(model.dtype, configurator.kv_cache_dtype):
             raise ValueError(sentence)
+        default = _CPU_RUNNING_REQUESTS if configurator.device == "cpu" else _RUNNING_REQUESTS
         runtime.plan = plan_capacity(
             budget,
             total_bytes=pool_config.max_total_num_tokens * budget.token_bytes,
             context_tokens=model.context_len,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=prompt_chunk_tokens(schedule, config.window, wanted or default),
             max_running_requests=wanted,
             default_running_requests=default,
         )
@@ -101,6 +96,17 @@ def config_from_budget(
             runtime.plan.num_rows,
         )
     return replace(pool_config, max_total_num_tokens=runtime.plan.max_tokens)
+
+
+def prompt_chunk_tokens(schedule: Any, window: int, running_requests: int) -> int | None:
+    """The tokens of a chunk that prompts always get, whole windows; None or -1 without chunks.
+
+    With mixed chunks each decoding request takes one of SGLang's ``chunked_prefill_size``.
+    """
+    tokens: int | None = schedule.chunked_prefill_size
+    if tokens is None or tokens < 1 or not schedule.enable_mixed_chunk:
+        return tokens
+    return max(window, (tokens - running_requests) // window * window)
 
 
 def resolve_max_num_reqs(result: int, configurator: Any, token_capacity: int) -> int:

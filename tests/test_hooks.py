@@ -43,6 +43,24 @@ def test_beam_search_is_sglangs_business_without_tiering() -> None:
 
 
 @pytest.mark.parametrize(
+    ("chunk", "mixed", "expected"),
+    [
+        (None, True, None),
+        (-1, True, -1),
+        (2048, False, 2048),
+        (2048, True, 1984),
+        (100, True, 32),
+        (64, True, 8),
+    ],
+)
+def test_prompts_are_planned_with_what_decoding_requests_leave_of_a_chunk(
+    chunk: int | None, mixed: bool, expected: int | None
+) -> None:
+    schedule = SimpleNamespace(chunked_prefill_size=chunk, enable_mixed_chunk=mixed)
+    assert hooks.prompt_chunk_tokens(schedule, window=8, running_requests=64) == expected
+
+
+@pytest.mark.parametrize(
     ("model", "cache"),
     [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
 )
@@ -51,7 +69,7 @@ def test_a_pool_of_another_dtype_than_the_model_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     context = "sglang.srt.runtime_context"
-    schedule = SimpleNamespace(max_running_requests=None, chunked_prefill_size=None)
+    schedule = SimpleNamespace(max_running_requests=None)
     monkeypatch.setattr(f"{context}.get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     monkeypatch.setattr(f"{context}.get_schedule", lambda: schedule)
     configurator = SimpleNamespace(

@@ -105,7 +105,7 @@ def _answers(server: Server, asked: list[list[int]], tokens: int) -> list[Answer
     [
         pytest.param(EVERYTHING_FULL, FEW, id="budget-1-few"),
         pytest.param(EVERYTHING_FULL, MANY, id="budget-1-many", marks=pytest.mark.slow),
-        pytest.param((), FEW_SHORT, id="below-min-context-few"),
+        pytest.param((), FEW_SHORT, id="below-min-context-few", marks=pytest.mark.slow),
         pytest.param((), MANY_SHORT, id="below-min-context-many", marks=pytest.mark.slow),
     ],
 )
