@@ -61,17 +61,8 @@ TARGETS = (
 )
 
 
-def measure(
-    servers: Servers,
-    texts: Texts,
-    context: int,
-    batch: int,
-    turns: int,
-    turn_steps: int,
-    bar: tqdm[Any],
-) -> Row:
-    """One cell of the table."""
-    steps, foreign = take_turns(servers, texts, context, batch, turns, turn_steps, bar)
+def cell_row(steps: dict[str, list[list[float]]], foreign: float, context: int, batch: int) -> Row:
+    """One cell of the table, from what `take_turns` measured."""
     times = {name: [statistics.mean(turn) for turn in steps[name]] for name in NAMES}
     stock, tiered = (statistics.median(times[name]) for name in NAMES)
     return {
@@ -125,7 +116,8 @@ def run(options: argparse.Namespace) -> None:
             texts = Texts(server)
         with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
             for context, batch in cells:
-                row = measure(servers, texts, context, batch, turns, turn_steps, bar)
+                steps, foreign = take_turns(servers, texts, context, batch, turns, turn_steps, bar)
+                row = cell_row(steps, foreign, context, batch)
                 rows.append(row)
                 bar.write(
                     f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "

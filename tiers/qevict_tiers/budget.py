@@ -105,7 +105,7 @@ class WindowBudget:
     @cached_property
     def keeps_everything(self) -> bool:
         """True if no window is ever demoted."""
-        return self.num_tiered_layers == 0 or self.layer_budget == 1
+        return self.layer_budget == 1
 
     @property
     def full_bytes(self) -> int:
