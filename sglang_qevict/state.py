@@ -12,6 +12,7 @@ import torch
 
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.manager import TierManager
+from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
 
 __all__ = ["Chunk", "TieringState"]
@@ -109,6 +110,7 @@ class TieringState:
 
     # -- the launch's side ------------------------------------------------------------
 
+    @single_threaded
     def start_decode(self, rows: list[int], lengths: list[int]) -> None:
         """A launch decodes one token of each row, which brings it to its length."""
         self.drain()
@@ -117,6 +119,7 @@ class TieringState:
         self._grow(rows, lengths, lazy=set())
         self._launched(rows)
 
+    @single_threaded
     def start_extend(self, rows: list[int], starts: list[int], ends: list[int]) -> list[Chunk]:
         """A launch extends rows from ``starts`` to ``ends``; decode rows may be among them."""
         self.drain()
@@ -150,6 +153,7 @@ class TieringState:
                 for row in rows:
                     self._view_tokens.pop(row, None)
 
+    @single_threaded
     def allocate_layer(self, layer: int, chunks: list[Chunk]) -> None:
         """Make the FULL copies of lazy chunks in one layer."""
         pages = [
@@ -158,6 +162,7 @@ class TieringState:
         if pages:
             self.manager.allocate_full(slice(layer, layer + 1), torch.cat(pages))
 
+    @single_threaded
     def route_layer(self, layer: int, chunks: list[Chunk]) -> None:
         """Route rows whose chunk ends at a routing point, in one layer."""
         due = [(chunk.row, chunk.route_at) for chunk in chunks if chunk.route_at is not None]
