@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from qevict_tiers.claims import ClaimLedger, Prompt
+from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
 
-__all__ = ["TieredPrefillBudget", "continue_prompt", "project_running"]
+__all__ = ["TieredPrefillBudget", "consider_prefix", "continue_prompt", "project_running"]
 
 
 _Limit = TypeVar("_Limit", int, int | None)
 
 
 class _Candidate(NamedTuple):
-    """A request that this pass may admit: its claim now and the most as it grows, in bytes."""
+    """A request that this pass may admit.
+
+    prefill: its claim now. grown: the most as it grows. locked: what is kept of its prefix
+    and must stay from now on. All in bytes.
+    """
 
     prefill: int
     grown: int
+    locked: int
 
 
 class Continued(NamedTuple):
@@ -32,7 +38,8 @@ class TieredPrefillBudget(PrefillBudget):
     """SGLang's token budget, and on top of it the bytes that requests may come to need.
 
     A request is admitted if the claims of all rows, its own prefill included, fit the
-    arena, and if they still fit while everybody grows as far as SGLang expects.
+    arena, and if they still fit while everybody grows as far as SGLang expects. What is kept
+    for reuse does not count unless a row shares it: it makes room before the launch.
     """
 
     def __init__(
@@ -46,9 +53,11 @@ class TieredPrefillBudget(PrefillBudget):
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self.final_tokens: dict[int, int] = {}
         self.continued: Continued | None = None
+        self.prefix: Sequence[int] = ()
         self._ledger = ledger
-        self._candidate = _Candidate(0, 0)
-        self._admitted = _Candidate(0, 0)
+        self._locked: set[int] = set()
+        self._candidate = _Candidate(0, 0, 0)
+        self._admitted = _Candidate(0, 0, 0)
         self._truncates = False
         self._has_truncated = False
 
@@ -74,9 +83,14 @@ class TieredPrefillBudget(PrefillBudget):
             # prompts wait for a pass that has a whole chunk left.
             return True, 0
         self._truncates = truncated
+        sharing = Sharing(start // self.page_size)
+        final_tokens = input_tokens + max_new_tokens
         self._candidate = _Candidate(
-            prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated and start == 0)),
-            grown=claims.growing_bytes(input_tokens, input_tokens, input_tokens + max_new_tokens),
+            prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing),
+            grown=claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing),
+            locked=self._ledger.kept.bytes_to_lock(
+                page for page in self.prefix if page not in self._locked
+            ),
         )
         if not self._has_room(self._candidate):
             return False, None
@@ -121,6 +135,7 @@ class TieredPrefillBudget(PrefillBudget):
             self.final_tokens[row] = prompt_tokens + max_new_tokens
         else:
             self._has_truncated |= self._truncates
+            self._locked.update(self.prefix)
             self._admitted = _Candidate(
                 *(a + b for a, b in zip(self._admitted, self._candidate, strict=True))
             )
@@ -130,7 +145,8 @@ class TieredPrefillBudget(PrefillBudget):
         """Tokens that may still be promised: what pages and what bytes allow, the lesser."""
         budget = self._ledger.claims.budget
         page_bytes = budget.num_layers * budget.full_bytes * budget.config.budget
-        free = self._ledger.capacity_bytes - self._ledger.promised_bytes - self._admitted.prefill
+        admitted = self._admitted.prefill + self._admitted.locked
+        free = self._ledger.capacity_bytes - self._ledger.least_bytes - admitted
         return min(self._free_page_tokens, int(free / page_bytes) * self.page_size)
 
     @property
@@ -139,10 +155,10 @@ class TieredPrefillBudget(PrefillBudget):
         return super().remaining_total
 
     def _has_room(self, candidate: _Candidate) -> bool:
-        ledger = self._ledger
-        now = ledger.promised_bytes + self._admitted.prefill + candidate.prefill
-        later = ledger.projected_bytes(self.final_tokens) + self._admitted.grown + candidate.grown
-        return max(now, later) <= ledger.capacity_bytes
+        ledger, admitted = self._ledger, self._admitted
+        now = ledger.least_bytes + admitted.prefill + candidate.prefill
+        later = ledger.projected_bytes(self.final_tokens) + admitted.grown + candidate.grown
+        return max(now, later) + admitted.locked + candidate.locked <= ledger.capacity_bytes
 
     def _chunk_limit(self, prompt: int, start: int, limit: _Limit) -> int | _Limit:
         """SGLang's limit, shortened so that a chunk ends at a routing point at most."""
@@ -165,6 +181,14 @@ def project_running(adder: Any) -> None:
             growth = adder._get_running_request_total_token_offset(request)
             held = len(request.origin_input_ids) + len(request.output_ids)
             budget.final_tokens[request.kv.req_pool_idx] = held + max(0, int(growth))
+
+
+def consider_prefix(adder: Any, request: Any) -> None:
+    """Tell the budget of a pass which kept pages the next candidate would share."""
+    budget = adder.memory_budget
+    if isinstance(budget, TieredPrefillBudget):
+        count = request.prefix_len // budget.page_size
+        budget.prefix = adder.tree_cache.pages_to(request.last_node, count) if count else ()
 
 
 def continue_prompt(adder: Any, request: Any) -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import PrefixReuse, TieringConfig
 from sglang_qevict.flags import OPTIONS, config_from
 from sglang_qevict.refusals import refused_flags, refused_kv_dtype, refused_model
 from sglang_qevict.runtime import NAME, config_of
@@ -44,7 +45,7 @@ _BACKEND_FIELDS = (
     "radix_cache_backend",
 )
 
-_KEYWORDS = ("kv_tiering", "kv_tiering_prefix_reuse", *(option.dest for option in OPTIONS))
+_KEYWORDS = ("kv_tiering", *(option.dest for option in OPTIONS))
 
 
 def apply_command_line(server_args: Any, values: Mapping[str, Any]) -> None:
@@ -170,8 +171,10 @@ def _apply(server_args: Any, config: TieringConfig | None) -> None:
     server_args.page_size = config.window
     server_args.attention_backend = NAME
     server_args.radix_cache_backend = NAME
-    # The tree stays, so that admission has one path; without reuse nothing enters it.
-    server_args.disable_radix_cache = False
+    if server_args.disable_radix_cache:
+        # The tree stays, so that admission has one path; without reuse nothing enters it.
+        config = replace(config, prefix_reuse=PrefixReuse.OFF)
+        server_args.disable_radix_cache = False
     # Prefills are routed as they run, which a captured graph could not do.
     server_args.disable_prefill_cuda_graph = True
     _attach(server_args, "_kv_tiering", config)

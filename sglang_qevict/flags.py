@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
 
 __all__ = ["OPTIONS", "PREFIX", "Option", "add_flags", "config_from"]
 
@@ -134,6 +134,16 @@ OPTIONS: tuple[Option, ...] = (
         tuple(x.value for x in Promotion),
     ),
     Option(
+        "prefix-reuse",
+        "prefix_reuse",
+        PrefixReuse,
+        "codes, off",
+        "What later requests with the same prefix get of a finished request: its windows as "
+        "codes (FULL where it was never routed), or nothing, so that every request computes "
+        "its own prompt.",
+        tuple(x.value for x in PrefixReuse),
+    ),
+    Option(
         "min-context",
         "min_context",
         int,
@@ -158,14 +168,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
-_REUSE = f"{PREFIX}-prefix-reuse"
 _TIERING_HELP = (
     "qevict: keep the KV cache in tiers: FULL, coded (INT2 or INT4) and evicted windows. "
     "none: stock SGLang, whatever the options below are. Default: none."
-)
-_REUSE_HELP = (
-    "Reuse of a finished request's windows by later requests with the same prefix. "
-    "off: every request computes its own prompt."
 )
 
 
@@ -197,7 +202,6 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
             default=None,
             help=f"{option.help} Range: {option.allowed}; default: {option.default_text}.",
         )
-    group.add_argument(f"--{_REUSE}", choices=["off"], default=None, help=_REUSE_HELP)
 
 
 def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
@@ -213,11 +217,8 @@ def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
     if mode not in (None, "qevict"):
         raise ValueError(f"--{PREFIX} must be none or qevict, got {mode!r}")
     given = {o: values[o.dest] for o in OPTIONS if values.get(o.dest) is not None}
-    reuse = values.get(_REUSE.replace("-", "_"))
-    if reuse not in (None, "off"):
-        raise ValueError(f"--{_REUSE} must be off, got {reuse!r}")
     if mode is None:
-        flags = ", ".join([o.flag for o in given] + ([f"--{_REUSE}"] if reuse else []))
+        flags = ", ".join(option.flag for option in given)
         if flags:
             raise ValueError(f"{flags} has no effect without --{PREFIX} qevict: add it")
         return None

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from qevict_tiers.budget import WindowBudget
 from sglang_qevict import arguments
-from sglang_qevict.admission import continue_prompt, project_running
+from sglang_qevict.admission import consider_prefix, continue_prompt, project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
 from sglang_qevict.refusals import refused_kv_dtype, refused_request
@@ -138,7 +138,7 @@ def prefill_adder_init(result: None, adder: Any, *args: Any, **kwargs: Any) -> N
 
 
 def prepare_for_extend(result: None, batch: Any) -> None:
-    """Prompt lengths, which a chunk's own batch does not show."""
+    """Prompt lengths, which a chunk's own batch does not show; then room for what was admitted."""
     state = runtime.state
     if state is None:
         return
@@ -149,6 +149,12 @@ def prepare_for_extend(result: None, batch: Any) -> None:
             request.prefix_len,
             request.extend_end,
         )
+    state.make_room(batch.tree_cache.evict_until)
+
+
+def add_one_req(adder: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Admission learns which kept pages the request that it is about to judge would share."""
+    consider_prefix(adder, request)
 
 
 def validate_beam_search(original: Any, coordinator: Any, req: Any, recv_req: Any) -> str | None:
@@ -205,6 +211,11 @@ HOOKS: tuple[_Hook, ...] = (
     (
         f"{_SRT}.managers.schedule_policy.PrefillAdder.add_chunked_req",
         continue_prompt,
+        HookType.BEFORE,
+    ),
+    (
+        f"{_SRT}.managers.schedule_policy.PrefillAdder.add_one_req",
+        add_one_req,
         HookType.BEFORE,
     ),
     (

@@ -100,7 +100,10 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
         requests: Any = None,
         spec_algorithm: Any = None,
     ) -> bool:
-        """Whether these requests can decode their next token, in pages and in bytes."""
+        """Whether these requests can decode their next token, in pages and in bytes.
+
+        What is kept for reuse makes room first.
+        """
         if not super().check_decode_capacity(
             num_tokens=num_tokens,
             tree_cache=tree_cache,
@@ -108,11 +111,8 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
             spec_algorithm=spec_algorithm,
         ):
             return False
-        ledger = runtime.require_state().ledger
-        rows = [request.kv.req_pool_idx for request in requests or ()]
-        return (
-            ledger.total_if_decoded(row for row in rows if row in ledger) <= ledger.capacity_bytes
-        )
+        rows = (request.kv.req_pool_idx for request in requests or ())
+        return runtime.require_state().can_decode(rows, tree_cache.evict_until)
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: what is wrong with claims, copies and views."""

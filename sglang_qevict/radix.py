@@ -1,30 +1,115 @@
-"""The prefix cache under tiering: requests publish when they finish, or not at all."""
+"""The prefix cache under tiering: what finished requests leave, as whole pages in every layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_qevict.arguments import refusing
+from sglang_qevict.runtime import runtime
 
 __all__ = ["TieredRadixCache", "create_cache"]
 
+_LEAF_WINDOWS = 64
+"""Windows that one leaf may have: what is evicted at once."""
+
 
 class TieredRadixCache(UnifiedRadixCache):
-    """A tree that a running request's pages never enter.
+    """A tree that a request's pages enter when it has finished, and not before.
 
     So nothing is re-pointed or shared under a decode in flight: a request's pages are its
-    own from its first token to its last.
+    own, or shared, from its first token to its last. What enters has a copy in every layer
+    (``TierManager.publish``), so that a match is whole wherever it ends.
     """
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """Publishes nothing: windows of a request end with it."""
+        """Publish what a finished request may leave of its tokens ``[0, up_to)``."""
+        state = runtime.require_state()
+        if not req.finished():
+            return
+        row, start = req.kv.req_pool_idx, req.kv.cache_protected_len
+        up_to = min(up_to, state.publishable_tokens(row)) // self.page_size * self.page_size
+        if up_to <= start:
+            return
+        first, last = start // self.page_size, up_to // self.page_size
+        own = state.pages(row, first, last)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        # Where the tree had these tokens already, the row has its pages now, not its own.
+        adopted = [a == b for a, b in zip(own, state.pages(row, first, last), strict=True)]
+        new = adopted.index(True) if any(adopted) else len(own)
+        assert all(adopted[new:]), "the tree took pages from the middle of a row"
+        if new < len(own):
+            state.publish(row, first + new, own[new:])
+            self._bound_leaves(req, first + new, last)
+
+    def match_prefix(self, params: MatchPrefixParams) -> Any:
+        """SGLang's match, shortened to what the request can use."""
+        result = super().match_prefix(params)
+        state, req = runtime.state, params.req
+        if state is None or req is None or not result.device_prefix_len:
+            return result
+        matched = result.device_prefix_len // self.page_size
+        prompt = len(req.origin_input_ids) + len(req.output_ids)
+        left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+        pages = self.pages_to(result.last_device_node, matched)
+        usable = state.ledger.usable_pages(pages, prompt, prompt + left)
+        if usable == matched:
+            return result
+        key = params.key
+        limited = RadixKey(
+            key.token_ids,
+            key.extra_key,
+            is_bigram=key.is_bigram,
+            limit=usable * self.page_size,
+            cache_salt=key.cache_salt,
+        )
+        return super().match_prefix(
+            MatchPrefixParams(key=limited, cow_mamba=params.cow_mamba, req=req)
+        )
+
+    def pages_to(self, node: Any, count: int) -> list[int]:
+        """The first so many pages on the way to a node (waits for the device)."""
+        locations = self.path_device_indices(node)[: count * self.page_size : self.page_size]
+        pages: list[int] = (locations // self.page_size).tolist()
+        return pages
+
+    def evict_until(self, enough: Callable[[], bool]) -> None:
+        """Evict unlocked leaves in the tree's order until it is enough, or none is left."""
+        if tokens := self.evictable_size():
+            self.evict_for_alloc(
+                EvictParams(num_tokens=tokens), allocation_reclaim_satisfied=enough
+            )
 
     def supports_fast_match_prefix(self) -> bool:
         """False: waiting requests needn't be matched on every scheduling pass."""
         return False
+
+    def _bound_leaves(self, req: Any, start: int, end: int) -> None:
+        """Split what was just inserted, so that it can be evicted piece by piece from its end."""
+        tokens = req.full_untruncated_fill_ids
+        first = (start // _LEAF_WINDOWS + 1) * _LEAF_WINDOWS
+        for boundary in range(first, end, _LEAF_WINDOWS):
+            self.touch_prefix(
+                RadixKey(
+                    tokens,
+                    req.extra_key,
+                    limit=boundary * self.page_size,
+                    cache_salt=req.cache_salt,
+                )
+            )
+
+    def _drain_device_frees(self, device_frees: dict[Any, list[torch.Tensor]]) -> None:
+        """What is evicted from the tree is kept no longer."""
+        for locations in device_frees.get(BASE_COMPONENT_TYPE, ()):
+            runtime.require_state().drop(locations)
+        super()._drain_device_frees(device_frees)
 
 
 def create_cache(context: Any) -> Any:

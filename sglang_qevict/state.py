@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
 from qevict_tiers.claims import ClaimLedger, Prompt
-from qevict_tiers.manager import TierManager
+from qevict_tiers.config import PrefixReuse
+from qevict_tiers.kept import Keep
+from qevict_tiers.manager import UNLIMITED, TierManager
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
 
@@ -20,9 +23,44 @@ __all__ = ["Chunk", "TieringState"]
 logger = logging.getLogger(__name__)
 
 
-class _Event(Enum):
-    OPEN = "open"
-    CLOSE = "close"
+class _Open(NamedTuple):
+    """A row begins."""
+
+    row: int
+
+
+class _Close(NamedTuple):
+    """A row ends."""
+
+    row: int
+
+
+class _Publish(NamedTuple):
+    """Windows of a row that is about to end are kept."""
+
+    row: int
+    start: int
+    end: int
+    keep: Keep
+
+
+class _Limit(NamedTuple):
+    """A row may leave less."""
+
+    row: int
+    windows: int
+
+
+class _Drop(NamedTuple):
+    """Pages are kept no longer."""
+
+    pages: torch.Tensor
+
+
+EvictUntil = Callable[[Callable[[], bool]], None]
+"""Evicts from the prefix cache, in its own order, until a condition holds or nothing is left."""
+
+_Event = _Open | _Close | _Publish | _Limit | _Drop
 
 
 @dataclass(frozen=True)
@@ -45,19 +83,20 @@ class Chunk:
 class TieringState:
     """Joins what the scheduler decides (rows, lengths) with what the device does.
 
-    The scheduler's side only records: rows come and go as events in one queue, in the
-    order of its decisions. The queue is applied at the start of the next launch, so
-    nothing changes under a launch in flight. It is also SGLang's auxiliary cache of the
-    request pool (``ReqToTokenPool.attach_aux_cache``).
+    The scheduler's side only records: rows that come and go, and pages that are kept or
+    dropped, are events in one queue, in the order of its decisions. The queue is applied
+    at the start of the next launch, so nothing changes under a launch in flight. It is
+    also SGLang's auxiliary cache of the request pool (``ReqToTokenPool.attach_aux_cache``).
     """
 
     def __init__(self, plan: CapacityPlan, manager: TierManager, req_to_token: torch.Tensor):
         self.plan = plan
         self.manager = manager
         self.claims = plan.claims
-        self.ledger = ClaimLedger(plan.claims, manager.arena.capacity_bytes)
+        self.ledger = ClaimLedger(plan.claims, manager.arena.capacity_bytes, plan.num_pages)
+        self._reuses = plan.budget.config.prefix_reuse is not PrefixReuse.OFF
         self._req_to_token = req_to_token
-        self._events: list[tuple[_Event, int]] = []
+        self._events: list[_Event] = []
         self._view_tokens: dict[int, int] = {}
         self._changed = False
 
@@ -65,18 +104,83 @@ class TieringState:
 
     def rows_allocated(self, rows: list[int]) -> None:
         """Rows were given to new requests (``ReqToTokenPool.register_on_alloc_rows``)."""
-        self._events.extend((_Event.OPEN, row) for row in rows)
+        self._events.extend(_Open(row) for row in rows)
 
     def extend_prepared(self, row: int, prompt_tokens: int, start: int, end: int) -> None:
-        """The next launch prefills tokens ``[start, end)`` of a row."""
+        """The next launch prefills tokens ``[start, end)`` of a row.
+
+        What is before the first of them is the reused prefix, whole pages that are kept.
+        """
         if row not in self.ledger:
-            self.ledger.admit(row, Prompt(prompt_tokens, whole=start == 0 and end == prompt_tokens))
+            self.ledger.admit(
+                row,
+                Prompt(prompt_tokens, whole=end == prompt_tokens),
+                UNLIMITED if self._reuses else 0,
+                self.pages(row, 0, start // self._window),
+            )
         self.ledger.advance(row, end)
+
+    def publishable_tokens(self, row: int) -> int:
+        """Leading tokens of a row that may be kept if it ends now; whole windows."""
+        return self.ledger.publishable(row) * self._window if row in self.ledger else 0
+
+    def pages(self, row: int, start: int, end: int) -> list[int]:
+        """Pages of windows ``[start, end)`` of a row (waits for the device)."""
+        window = self._window
+        locations = self._req_to_token[row, start * window : end * window : window]
+        pages: list[int] = (locations // window).tolist()
+        return pages
+
+    def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
+        """Keep windows of a row that ends: ``pages`` are those from window ``start`` on."""
+        budget, end = self.plan.budget, start + len(pages)
+        is_tiered = budget.is_tiered(self.ledger.stored_tokens(row))
+        # Sink windows are never routed; nor is anything of a row that is short.
+        first_coded = max(start, min(end, budget.sink_windows)) if is_tiered else end
+        for first, last, keep in (
+            (start, first_coded, Keep.FULL),
+            (first_coded, end, Keep.CODES),
+        ):
+            if first < last:
+                self.ledger.kept.keep(pages[first - start : last - start], keep)
+                self._events.append(_Publish(row, first, last, keep))
+        self._changed = True
+
+    def drop(self, locations: torch.Tensor) -> None:
+        """The prefix cache gives up these tokens, whole pages (waits for the device)."""
+        pages = locations[:: self._window] // self._window
+        self.ledger.kept.drop(pages.tolist())
+        self._events.append(_Drop(pages))
+        self._changed = True
+
+    def can_decode(self, rows: Iterable[int], evict_until: EvictUntil) -> bool:
+        """Whether these rows can decode their next token; what is kept for reuse makes room."""
+        held = [row for row in rows if row in self.ledger]
+        return self._make_room(
+            lambda: self.ledger.total_if_decoded(held) - self.ledger.capacity_bytes, evict_until
+        )
+
+    def make_room(self, evict_until: EvictUntil) -> bool:
+        """Make room for all that was admitted; False if what was kept for reuse is not enough."""
+        return self._make_room(
+            lambda: self.ledger.promised_bytes - self.ledger.capacity_bytes, evict_until
+        )
+
+    def _make_room(self, excess: Callable[[], int], evict_until: EvictUntil) -> bool:
+        """Evict what nobody shares, then let running requests leave less.
+
+        In this order, since what a running request will leave is newer than all that is kept.
+        """
+        if excess() > 0:
+            evict_until(lambda: excess() <= 0)
+            for row, windows in self.ledger.limit_publishing(excess):
+                self._events.append(_Limit(row, windows))
+        return excess() <= 0
 
     def free(self, row: int) -> None:
         """A row was given back (auxiliary cache)."""
         self.ledger.remove(row)
-        self._events.append((_Event.CLOSE, row))
+        self._events.append(_Close(row))
         self._changed = True
 
     def alloc_to_lengths(
@@ -136,22 +240,30 @@ class TieringState:
         return chunks
 
     def drain(self) -> None:
-        """Apply the queue of rows that came and went."""
+        """Apply the queue of what was decided."""
         events, self._events = self._events, []
-        position = 0
-        while position < len(events):
-            kind = events[position][0]
-            rows: list[int] = []
-            while position < len(events) and events[position][0] is kind:
-                rows.append(events[position][1])
-                position += 1
-            if kind is _Event.OPEN:
-                self.manager.open(rows)
-                self._view_tokens.update(dict.fromkeys(rows, 0))
-            else:
-                self.manager.close(rows)
-                for row in rows:
-                    self._view_tokens.pop(row, None)
+        for kind, group in groupby(events, type):
+            self._apply(kind, list(group))
+
+    def _apply(self, kind: type[_Event], events: Sequence[Any]) -> None:
+        """Apply consecutive events of one kind."""
+        if kind is _Open:
+            rows = [event.row for event in events]
+            self.manager.open(rows)
+            self._view_tokens.update(dict.fromkeys(rows, 0))
+        elif kind is _Close:
+            rows = [event.row for event in events]
+            self.manager.close(rows)
+            for row in rows:
+                self._view_tokens.pop(row, None)
+        elif kind is _Publish:
+            for event in events:
+                self.manager.publish(event.row, event.start, event.end, event.keep)
+        elif kind is _Limit:
+            for event in events:
+                self.manager.limit_publishing(event.row, event.windows)
+        else:
+            self.manager.drop(torch.cat([event.pages for event in events]))
 
     @single_threaded
     def allocate_layer(self, layer: int, chunks: list[Chunk]) -> None:
@@ -178,7 +290,7 @@ class TieringState:
             return Chunk(row, start, end, score_start=start, route_at=None, lazy=False)
         segment_end = start + self.claims.chunk_limit(prompt, start)
         route_at = self.claims.routing_point(prompt, end)
-        whole = start == 0 and end == prompt
+        whole = start == self.ledger.sharing(row).shared * self._window and end == prompt
         return Chunk(
             row,
             start,
@@ -215,6 +327,8 @@ class TieringState:
         for row, length in zip(rows, lengths, strict=True):
             if row not in self._view_tokens:
                 continue
+            if self._view_tokens[row] == 0:
+                self._share(row)
             start, self._view_tokens[row] = self._view_tokens[row], length
             if self.plan.budget.num_windows(start) == self.plan.budget.num_windows(length):
                 continue
@@ -230,9 +344,20 @@ class TieringState:
             everything = slice(0, self.manager.num_layers)
             self.manager.allocate_full(everything, torch.cat(eager_pages))
 
+    def _share(self, row: int) -> None:
+        """Begin a view with the reused prefix of its row."""
+        shared = self.ledger.sharing(row).shared if row in self.ledger else 0
+        if shared:
+            self._view_tokens[row] = shared * self._window
+            self.manager.share(row, self._pages(row, 0, self._view_tokens[row])[1])
+
+    @property
+    def _window(self) -> int:
+        return self.plan.budget.config.window
+
     def _pages(self, row: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows that begin in ``[start, end)`` of a row, rounded up, and their pages."""
-        window = self.plan.budget.config.window
+        window = self._window
         first, last = -(-start // window), -(-end // window)
         windows = torch.arange(first, last, device=self._req_to_token.device)
         pages = self._req_to_token[row, windows * window].to(torch.int64) // window
@@ -261,12 +386,17 @@ class TieringState:
             problems.append(f"{used} bytes in use, {claimed} claimed")
         if claimed > self.ledger.capacity_bytes:
             problems.append(f"{claimed} bytes claimed of {self.ledger.capacity_bytes}")
+        kept = int((self.manager.kept > 0).sum())
+        if kept != self.ledger.kept.num_pages:
+            problems.append(f"{kept} pages kept, {self.ledger.kept.num_pages} known to be")
         if set(self.manager.open_rows) != set(self._view_tokens):
             problems.append("rows of the manager and of the scheduler differ")
         return problems
 
     def report(self) -> dict[str, Any]:
         """What tiering holds now, for ``/server_info``."""
+        if not len(self.ledger):
+            self.drain()
         ledger = self.manager.ledger_bytes()
         occupancy = self.manager.occupancy()
         config = self.plan.budget.config
@@ -285,6 +415,7 @@ class TieringState:
                 "params": ledger.params,
                 "alignment": ledger.alignment,
                 "shadow": ledger.shadow,
+                "reuse": ledger.reuse,
                 # As in the line at start: with SGLang's buffers for the logical tokens.
                 "tables": self.plan.table_bytes,
                 "own_tables": ledger.tables,
@@ -296,5 +427,6 @@ class TieringState:
                 for counter, total in self.manager.counters.read().items()
             },
             "requests": len(self.ledger),
+            "kept_pages": self.ledger.kept.num_pages,
             "max_logical_tokens": self.plan.max_tokens,
         }

@@ -6,12 +6,14 @@ random keys and values, remembers every original, and so can say what attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from mini_tree import MiniTree
 from qevict_kernels.interface import AttentionKernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import decode_windows, encode_windows
@@ -52,19 +54,41 @@ def rotary_table(
     return RotaryTable(table.float(), is_neox=is_neox)
 
 
+class Text(NamedTuple):
+    """What a request begins with: so many tokens of a document, under a salt; then its own."""
+
+    document: int = 0
+    tokens: int = 0
+    salt: int = 0
+
+
 @dataclass
 class Request:
     """One request: its length, its row, and every original it has."""
 
     name: int
     prompt: int
+    text: Text = Text()
     row: int = -1
+    shared: int = 0
+    """Windows of a reused prefix."""
     stored: int = 0
     pages: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     coded: set[tuple[int, int]] = field(default_factory=set)
     """(layer, window) that were coded at some time."""
+
+    def source(self, position: int) -> int:
+        """Whose token is at a position: the document's or its own."""
+        return -self.text.document if position < self.text.tokens else self.name
+
+    def page_keys(self, count: int, window: int) -> list[Hashable]:
+        """What the first so many windows hold, as a prefix cache tells pages apart."""
+        return [
+            (self.text.salt, *(self.source(i * window + j) for j in range(window)))
+            for i in range(count)
+        ]
 
 
 @dataclass
@@ -73,6 +97,7 @@ class FreePages:
 
     page_size: int = 8
     free: int = 1 << 30
+    evictable: int = 0
 
     def available_size(self) -> int:
         """Tokens of free pages."""
@@ -83,14 +108,15 @@ class FreePages:
         return False
 
     def evictable_size(self) -> int:
-        """No token is cached."""
-        return 0
+        """Tokens that are cached and not locked."""
+        return self.evictable
 
 
 class MiniEngine:
     """Serves requests whose queries, keys and values are drawn from their name and position.
 
-    So a request is the same whatever is served beside it. ``outputs[name]`` collects its
+    So a request is the same whatever is served beside it; of a document's tokens, every
+    request draws the same. ``outputs[name]`` collects its
     attention outputs, ``worst_error`` the largest deviation from the dense oracle (if
     ``check`` is set).
     """
@@ -128,6 +154,7 @@ class MiniEngine:
         self.manager, self.kernels, self.num_layers = manager, kernels, num_layers
         self.free_rows = list(range(rows, 0, -1))
         self.free_pages = list(range(self.plan.num_pages, 0, -1))
+        self.tree = MiniTree()
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self.worst_error = 0.0
@@ -136,52 +163,90 @@ class MiniEngine:
 
     # -- what a scheduler does ---------------------------------------------------------
 
-    def first_chunk(self, prompt: int, limit: int) -> int:
+    def first_chunk(self, prompt: int, limit: int, text: Text = Text(), new: int = 1) -> int:
         """Tokens that admission lets a new prompt start with; 0 if it has to wait."""
         if not self.free_rows:
             return 0
-        budget = self._prefill_budget()
+        pages = self._match(Request(0, prompt, text), new)
+        left = prompt - len(pages) * self.geometry.window
+        budget = self._prefill_budget(pages)
         fits, tokens = budget.check_prefill(
-            extend_input_len=prompt,
-            total_tokens=prompt + 1 + budget.page_size,
-            max_new_tokens=1,
+            extend_input_len=left,
+            total_tokens=left + new + budget.page_size,
+            max_new_tokens=new,
             input_tokens=prompt,
             chunk_limit=limit,
         )
         if not fits or tokens is None:
             return 0
-        if budget.ceil_paged_tokens(prompt) <= tokens:
-            return prompt
+        if budget.ceil_paged_tokens(left) <= tokens:
+            return left
         return tokens // budget.page_size * budget.page_size
 
     def next_chunk(self, name: int, limit: int) -> int:
         """Tokens that admission lets a prompt in progress go on with; 0 if it has to wait."""
-        request, budget = self.running[name], self._prefill_budget()
+        request, budget = self.running[name], self._prefill_budget(())
         left = request.prompt - request.stored
         budget.continued = Continued(request.row, request.prompt)
         tokens = budget.fit_chunk(extend_input_len=left, max_new_tokens=1, chunk_limit=limit)
         return min(left, tokens or 0)
 
-    def _prefill_budget(self) -> TieredPrefillBudget:
+    def _prefill_budget(self, pages: Sequence[int]) -> TieredPrefillBudget:
         window = self.geometry.window
-        pages = FreePages(window, len(self.free_pages) * window)
-        return TieredPrefillBudget(pages, pages, self.state.ledger)
+        locked = len(set(self.tree.match_pages(pages)))
+        free = FreePages(
+            window, len(self.free_pages) * window, (self.tree.unlocked() - locked) * window
+        )
+        budget = TieredPrefillBudget(free, free, self.state.ledger)
+        budget.prefix = pages
+        return budget
 
-    def start(self, name: int, prompt: int) -> None:
-        """Admit a request; its prompt is extended chunk by chunk."""
-        request = Request(name, prompt, row=self.free_rows.pop())
+    def _match(self, request: Request, new: int) -> list[int]:
+        """Pages of the reused prefix; at least one token is always computed."""
+        window = self.geometry.window
+        count = (request.prompt - 1) // window
+        pages = self.tree.match(request.page_keys(count, window))
+        usable = self.state.ledger.usable_pages(pages, request.prompt, request.prompt + new)
+        return pages[:usable]
+
+    def start(self, name: int, prompt: int, text: Text = Text(), new: int = 1) -> int:
+        """Admit a request; its prompt is extended chunk by chunk. Returns its cached tokens."""
+        request = Request(name, prompt, text, row=self.free_rows.pop())
         self.state.rows_allocated([request.row])
         self.running[name] = request
         self.outputs[name] = []
+        request.pages = self._match(request, new)
+        request.shared = len(request.pages)
+        self.tree.lock(request.page_keys(request.shared, self.geometry.window), 1)
+        cached = request.shared * self.geometry.window
+        for layer in range(self.num_layers):
+            for position in range(cached):
+                self._draw(request, layer, position)
+        self._point(request, 0, cached)
+        return cached
 
     def can_decode(self, names: list[int]) -> bool:
         """Whether these requests' next tokens fit, by claims and by pages."""
-        ledger = self.state.ledger
+        while len(self.free_pages) < len(names) and self.evict():
+            pass
         rows = [self.running[name].row for name in names]
-        return (
-            len(self.free_pages) >= len(names)
-            and ledger.total_if_decoded(rows) <= ledger.capacity_bytes
+        return len(self.free_pages) >= len(names) and self.state.can_decode(
+            rows, self._evict_until
         )
+
+    def _evict_until(self, enough: Callable[[], bool]) -> None:
+        while not enough() and self.evict():
+            pass
+
+    def evict(self) -> bool:
+        """Evict one page from the tree; False if there is none that may go."""
+        page = self.tree.evict()
+        if page is None:
+            return False
+        window = self.geometry.window
+        self.state.drop(torch.arange(page * window, (page + 1) * window))
+        self.free_pages.append(page)
+        return True
 
     def extend(self, chunks: dict[int, int], decode: list[int] = []) -> None:  # noqa: B006
         """Prefill so many tokens of each request (fewer at a routing point), and decode others."""
@@ -197,6 +262,7 @@ class MiniEngine:
         for request, start in zip(requests, starts, strict=True):
             if start < request.prompt:
                 self.state.extend_prepared(request.row, request.prompt, start, request.stored)
+        assert self.state.make_room(self._evict_until)
         self._launch_extend(requests, starts)
 
     def decode(self, names: list[int]) -> None:
@@ -226,23 +292,43 @@ class MiniEngine:
             )
             self._collect(layer, query, out, [(r, r.stored - 1) for r in requests])
 
-    def finish(self, name: int) -> None:
-        """A request ends, is aborted or is retracted."""
+    def finish(self, name: int, publish: bool = False) -> None:
+        """A request ends, is aborted or is retracted; it may leave its windows for others."""
         request = self.running.pop(name)
+        window, kept = self.geometry.window, request.shared
+        locked = request.page_keys(request.shared, window)
+        if publish:
+            tokens = min(request.stored, self.state.publishable_tokens(request.row))
+            kept = max(kept, tokens // window)
+            known = self.tree.insert(request.page_keys(kept, window), request.pages[:kept])
+            new = max(known, request.shared)
+            if new < kept:
+                self.state.publish(request.row, new, request.pages[new:kept])
+            self.free_pages.extend(request.pages[request.shared : new])
+        self.tree.lock(locked, -1)
         self.state.free(request.row)
         self.free_rows.append(request.row)
-        self.free_pages.extend(request.pages)
+        self.free_pages.extend(request.pages[kept:])
 
     def flush(self) -> None:
         """SGLang's flush, which needs an idle server."""
         assert not self.running
+        self.free_pages.extend(self.tree.pages())
+        self.tree.clear()
         self.state.clear()
 
     # -- checks -------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """What ``check_integrity`` says now."""
-        return self.state.check_integrity()
+        """What ``check_integrity`` says now, and whether every page is somewhere, once."""
+        problems = self.state.check_integrity()
+        own = [page for r in self.running.values() for page in r.pages[r.shared :]]
+        pages = sorted([*self.free_pages, *self.tree.pages(), *own])
+        if pages != list(range(1, self.plan.num_pages + 1)):
+            problems.append("a page is lost, or in two places")
+        if len(self.tree.pages()) != self.state.ledger.kept.num_pages:
+            problems.append("the tree and the ledger differ in what is kept")
+        return problems
 
     def tiers(self, name: int) -> torch.Tensor:
         """Tiers of a running request, ``[L, windows]``."""
@@ -298,11 +384,18 @@ class MiniEngine:
     def _allocate(self, request: Request, length: int) -> None:
         window = self.geometry.window
         while len(request.pages) * window < length:
+            if not self.free_pages:
+                assert self.evict()
             request.pages.append(self.free_pages.pop())
-        positions = torch.arange(request.stored, length)
-        pages = torch.tensor(request.pages)[positions // window]
+        self._point(request, request.stored, length)
+
+    def _point(self, request: Request, start: int, end: int) -> None:
+        """Tokens ``[start, end)`` of a row lie in its pages."""
+        window = self.geometry.window
+        positions = torch.arange(start, end)
+        pages = torch.tensor(request.pages, dtype=torch.int64)[positions // window]
         self.req_to_token[request.row, positions] = (pages * window + positions % window).int()
-        request.stored = length
+        request.stored = end
 
     def _announce(self, requests: list[Request]) -> None:
         self.state.alloc_to_lengths(
@@ -357,7 +450,7 @@ class MiniEngine:
         self, request: Request, layer: int, position: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = self.geometry
-        seed = (request.name * 64 + layer) * 100_003 + position
+        seed = ((request.source(position) + 1000) * 64 + layer) * 100_003 + position
         shape = (g.num_q_heads + 2 * g.num_kv_heads, g.head_dim)
         drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
         rows = torch.from_numpy(drawn).bfloat16()

@@ -168,7 +168,7 @@ def test_the_peak_covers_every_claim_on_the_way_wherever_a_request_starts_anew(
 def test_no_more_is_granted_than_there_is_however_requests_grow(
     plan: CapacityPlan, lengths: list[int]
 ) -> None:
-    ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
     stored: dict[int, int] = {}
     for row, tokens in enumerate(lengths, 1):
         whole = Prompt(tokens, whole=True)
@@ -192,7 +192,7 @@ def test_no_more_is_granted_than_there_is_however_requests_grow(
 
 def test_a_grant_beyond_the_memory_is_an_error() -> None:
     plan = make_plan(tokens=2048)
-    ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
     for row in range(8):
         ledger.admit(row, Prompt(500, whole=True))
     with pytest.raises(RuntimeError, match=f"bytes of {plan.arena_bytes}"):
@@ -210,7 +210,7 @@ class Scheduler:
     ledger: ClaimLedger = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ledger = ClaimLedger(self.plan.claims, self.plan.arena_bytes)
+        self.ledger = ClaimLedger(self.plan.claims, self.plan.arena_bytes, self.plan.num_pages)
 
     def new_pass(self) -> TieredPrefillBudget:
         pages = FreePages()
@@ -463,7 +463,7 @@ def intake(monkeypatch: pytest.MonkeyPatch) -> Callable[[CapacityPlan], TieredAl
     )
 
     def make(plan: CapacityPlan) -> TieredAllocator:
-        ledger = ClaimLedger(plan.claims, plan.arena_bytes)
+        ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
         monkeypatch.setattr(runtime, "state", SimpleNamespace(ledger=ledger))
         allocator: TieredAllocator = object.__new__(TieredAllocator)
         return allocator

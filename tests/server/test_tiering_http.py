@@ -66,6 +66,7 @@ def test_a_request_among_others_answers_and_is_routed_as_alone(server: Server) -
     mine, *others = prompts([1200, 10, 3000, 40, 520, 700, 130, 1500], start=20_000)
     tokens = 34
     alone = answer(server, mine, tokens)
+    server.flush_cache()
     among = _together(server, [mine, *others], tokens)[0]
     first, second = _tiers_at_events(server, prompt=len(mine))
     assert list(first) == [1200, 1208, 1216, 1224, 1232]
@@ -213,7 +214,7 @@ def test_retracted_requests_all_complete_and_answer_as_alone(servers: ServerPool
     assert "Retract requests" in server.log_text()
     assert_idle(server)
     # Below min_context nothing is coded, so the last one, whose prompt is prefilled again, loses
-    # nothing.
+    # nothing; idle now, the server has forgotten it.
     alone = answer(server, asked[-1], tokens, **endless)
     _assert_same_up_to_a_near_tie(alone, answers[-1])
 

@@ -47,8 +47,12 @@ def test_bytes_by_kind_sum_to_what_the_arena_holds() -> None:
     ledger = engine.manager.ledger_bytes()
     windows = engine.manager.occupancy()
     budget = engine.plan.budget
-    promoted = engine.manager.arena.coded.count.item() - sum(windows.coded)
+    evicted = sum(windows.evicted)
+    promoted = engine.manager.arena.coded.count.item() - sum(windows.coded) - evicted
     assert promoted > 0
+    assert evicted > 0
+    # What is evicted keeps its codes for the request that may come with the same prefix.
+    assert ledger.reuse == evicted * budget.coded_bytes
     assert ledger.full == sum(windows.full) * budget.full_bytes
     assert ledger.shadow == promoted * budget.coded_bytes
     assert (

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_engine import MiniEngine
+from mini_engine import MiniEngine, Text
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
 from qevict_tiers.ledger import Counter
 
 GEOMETRY = WindowGeometry(num_q_heads=2, num_kv_heads=1, head_dim=64, window=4)
@@ -23,7 +23,8 @@ class Kernels(TorchMemory, ReferenceKernels):
 
 
 class RequestLives(RuleBasedStateMachine):
-    """Start, extend, decode, mix, finish, abort, retract and flush in any order."""
+    """Start, extend, decode, mix, finish, reuse, abort, retract, resume, evict and flush in any
+    order."""
 
     engine: MiniEngine
 
@@ -33,6 +34,7 @@ class RequestLives(RuleBasedStateMachine):
         q=st.sampled_from([Fraction(0), Fraction(7, 10), Fraction(1)]),
         exact=st.sampled_from([None, 48]),
         full_layers=st.sampled_from([frozenset[int](), frozenset({1})]),
+        reuse=st.sampled_from([PrefixReuse.CODES, PrefixReuse.CODES, PrefixReuse.OFF]),
         fixed_shapes=st.booleans(),
     )
     def make(
@@ -42,6 +44,7 @@ class RequestLives(RuleBasedStateMachine):
         q: Fraction,
         exact: int | None,
         full_layers: frozenset[int],
+        reuse: PrefixReuse,
         fixed_shapes: bool,
     ) -> None:
         config = TieringConfig(
@@ -56,6 +59,7 @@ class RequestLives(RuleBasedStateMachine):
             prefill_scores=scores,
             exact_prefill_tokens=exact,
             full_layers=full_layers,
+            prefix_reuse=reuse,
         )
         self.engine = MiniEngine(
             lambda g, r: Kernels(g, r),
@@ -67,6 +71,7 @@ class RequestLives(RuleBasedStateMachine):
             fixed_shapes=fixed_shapes,
         )
         self.names = 0
+        self.retracted: list[tuple[int, int, Text]] = []
 
     def decoding(self) -> list[int]:
         return [n for n, r in self.engine.running.items() if r.prompt <= r.stored < 150]
@@ -74,14 +79,32 @@ class RequestLives(RuleBasedStateMachine):
     def prefilling(self) -> list[int]:
         return [n for n, r in self.engine.running.items() if r.stored < r.prompt]
 
-    @rule(prompt=st.integers(1, 120), chunk=st.integers(1, 130))
-    def start(self, prompt: int, chunk: int) -> None:
-        # Like SGLang, one unfinished prompt at a time.
-        if self.prefilling() or not (tokens := self.engine.first_chunk(prompt, chunk)):
-            return
+    @rule(
+        prompt=st.integers(1, 120),
+        chunk=st.integers(1, 130),
+        text=st.builds(
+            Text, st.integers(1, 2), st.sampled_from([0, 30, 61, 120]), st.sampled_from([0, 0, 1])
+        ),
+    )
+    def start(self, prompt: int, chunk: int, text: Text) -> None:
         self.names += 1
-        self.engine.start(self.names, prompt)
-        self.engine.extend({self.names: tokens})
+        self.admit(self.names, prompt, chunk, text)
+
+    @precondition(lambda self: self.retracted)
+    @rule(chunk=st.integers(1, 130))
+    def resume(self, chunk: int) -> None:
+        name, prompt, text = self.retracted.pop()
+        self.admit(name, prompt, chunk, text)
+
+    def admit(self, name: int, prompt: int, chunk: int, text: Text) -> None:
+        # Like SGLang, one unfinished prompt at a time.
+        if self.prefilling() or not (tokens := self.engine.first_chunk(prompt, chunk, text)):
+            return
+        cached = self.engine.start(name, prompt, text)
+        assert cached <= prompt - 1
+        if self.engine.config.prefix_reuse is PrefixReuse.OFF:
+            assert cached == 0
+        self.engine.extend({name: tokens})
 
     @precondition(lambda self: self.prefilling())
     @rule(chunk=st.integers(1, 64), mixed=st.booleans())
@@ -100,14 +123,22 @@ class RequestLives(RuleBasedStateMachine):
             names = self.decoding()
             # Pressure: SGLang retracts requests until the rest fits.
             while names and not self.engine.can_decode(names):
-                self.engine.finish(names.pop())
+                request = self.engine.running[names.pop()]
+                self.retracted.append((request.name, request.stored, request.text))
+                self.engine.finish(request.name)
             if names:
                 self.engine.decode(names)
 
     @precondition(lambda self: self.engine.running)
-    @rule(data=st.data())
-    def finish_or_abort(self, data: st.DataObject) -> None:
-        self.engine.finish(data.draw(st.sampled_from(sorted(self.engine.running))))
+    @rule(data=st.data(), publish=st.booleans())
+    def finish_or_abort(self, data: st.DataObject, publish: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engine.running)))
+        self.engine.finish(name, publish)
+
+    @rule(leaves=st.integers(1, 8))
+    def evict(self, leaves: int) -> None:
+        for _ in range(leaves):
+            self.engine.evict()
 
     @rule()
     def flush(self) -> None:
@@ -122,7 +153,8 @@ class RequestLives(RuleBasedStateMachine):
     @invariant()
     def codes_are_made_once(self) -> None:
         counts = self.engine.manager.counters.read()
-        assert counts[Counter.DEMOTED] == counts[Counter.QUANTIZED] + counts[Counter.CODES_REUSED]
+        made_for_views = counts[Counter.QUANTIZED] - counts[Counter.CODED_FOR_REUSE]
+        assert counts[Counter.DEMOTED] == made_for_views + counts[Counter.CODES_REUSED]
 
     @invariant()
     def a_promotion_by_rank_is_physical_where_full_copies_are_rebuilt(self) -> None:
@@ -136,7 +168,10 @@ class RequestLives(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         for name in list(self.engine.running):
-            self.engine.finish(name)
+            self.engine.finish(name, publish=True)
+        assert self.engine.problems() == []
+        while self.engine.evict():
+            pass
         assert self.engine.problems() == []
         assert self.engine.manager.arena.used_bytes == 0
         assert self.engine.state.ledger.total_bytes == 0

@@ -187,6 +187,21 @@ class Side:
             problems.append(f"{kind}: an owner beyond the frontier")
         return problems
 
+    def check_references(self, holders: torch.Tensor, kind: str) -> list[str]:
+        """Whether each copy has one reference for each time that its owner is in ``holders``."""
+        count = int(self.count)
+        expected = torch.bincount(holders, minlength=self.table.shape[0])
+        found = torch.zeros_like(expected)
+        found[self._owner[:count]] = self._references[:count].to(torch.int64)
+        wrong = torch.nonzero(expected != found)[:, 0]
+        if not len(wrong):
+            return []
+        first = int(wrong[0])
+        return [
+            f"{len(wrong)} {kind} copies with wrong references, such as owner {first}: "
+            f"{int(found[first])} instead of {int(expected[first])}"
+        ]
+
 
 class Arena:
     """One buffer with a FULL side and a coded side.

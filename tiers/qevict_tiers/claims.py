@@ -14,14 +14,16 @@ A row passes through these phases::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
+from qevict_tiers.kept import KeptPages
 
-__all__ = ["ClaimLedger", "Prompt", "RowClaims"]
+__all__ = ["PRIVATE", "ClaimLedger", "Prompt", "RowClaims", "Sharing"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,31 @@ class Prompt:
     """How a prompt is prefilled.
 
     tokens: its length (generated tokens included when a retracted request resumes).
-    whole: it is attended in one chunk, so that its staging is one layer deep.
+    whole: what is not shared is attended in one chunk, so that its staging is one layer deep.
     """
 
     tokens: int
     whole: bool
+
+
+class Sharing(NamedTuple):
+    """What a row has of a reused prefix, and what it may leave for others; in windows.
+
+    shared: its leading windows, whose copies are claimed by the prefix. publishable: its
+    leading windows that may be kept when it ends, so that all of them may have codes.
+    """
+
+    shared: int = 0
+    publishable: int = 0
+
+    @property
+    def least(self) -> Sharing:
+        """The same without leaving anything."""
+        return Sharing(self.shared)
+
+
+PRIVATE = Sharing()
+"""Neither shares nor leaves anything."""
 
 
 @dataclass(frozen=True)
@@ -91,37 +113,40 @@ class RowClaims:
             and self.budget.is_tiered(stored_tokens)
         )
 
-    def request_full_bytes(self, tokens: int) -> int:
-        """Bytes of a request that is FULL in every layer."""
+    def request_full_bytes(self, tokens: int, shared: int = 0) -> int:
+        """Bytes of a request that is FULL in every layer, less its shared windows."""
         budget = self.budget
-        return budget.num_layers * budget.num_windows(tokens) * budget.full_bytes
+        return budget.num_layers * max(0, budget.num_windows(tokens) - shared) * budget.full_bytes
 
-    def prefill_bytes(self, prompt: Prompt) -> int:
+    def prefill_bytes(self, prompt: Prompt, sharing: Sharing = PRIVATE) -> int:
         """Claim of a request from its admission until its prompt is done."""
         budget, n = self.budget, prompt.tokens
-        first_decode = self.decode_bytes(n, n)
+        first_decode = self.decode_bytes(n, n, sharing)
         if not budget.is_tiered(n):
-            return max(self.request_full_bytes(n), first_decode)
-        staged = budget.num_windows(n)
-        unrouted = budget.num_full_layers * staged * budget.full_bytes
-        one_layer = staged * budget.full_bytes + budget.capacities(n).coded * budget.coded_bytes
+            return max(self.request_full_bytes(n, sharing.shared), first_decode)
+        windows = budget.num_windows(n)
+        staged = max(0, windows - sharing.shared) * budget.full_bytes
+        unrouted = budget.num_full_layers * staged
+        made = self._held_codes(windows, budget.capacities(n).coded, sharing)
+        one_layer = staged + made * budget.coded_bytes
+        coded = self._held_codes(windows, self._coded_windows(n), sharing)
+        routed = self._layer_bytes(windows, self._routed_full_windows(n), coded, sharing)
         if prompt.whole:
-            others = (budget.num_tiered_layers - 1) * self._routed_layer_bytes(n)
-            peak = unrouted + one_layer + others
+            peak = unrouted + one_layer + (budget.num_tiered_layers - 1) * routed
         elif self.is_exact(n):
-            peak = (
-                unrouted + (budget.num_tiered_layers - 1) * staged * budget.full_bytes + one_layer
-            )
+            peak = unrouted + one_layer + (budget.num_tiered_layers - 1) * max(staged, routed)
         else:
-            peak = unrouted + budget.num_tiered_layers * self._segmented_layer_bytes(n)
+            peak = unrouted + budget.num_tiered_layers * self._segmented_layer_bytes(n, sharing)
         return max(peak, first_decode)
 
-    def least_prefill_bytes(self, prompt_tokens: int) -> int:
+    def least_prefill_bytes(self, prompt_tokens: int, sharing: Sharing = PRIVATE) -> int:
         """`prefill_bytes` in the leanest way that this prompt may take."""
-        whole = prompt_tokens <= self.chunk_tokens
-        return self.prefill_bytes(Prompt(prompt_tokens, whole))
+        whole = prompt_tokens - sharing.shared * self.budget.config.window <= self.chunk_tokens
+        return self.prefill_bytes(Prompt(prompt_tokens, whole), sharing)
 
-    def decode_bytes(self, prompt_tokens: int, stored_tokens: int) -> int:
+    def decode_bytes(
+        self, prompt_tokens: int, stored_tokens: int, sharing: Sharing = PRIVATE
+    ) -> int:
         """Claim of a request that is about to decode the token after ``stored_tokens``.
 
         It covers all steps through the next routing event, which is this very step's if
@@ -129,9 +154,15 @@ class RowClaims:
         """
         omega = self.budget.config.route_every
         events = max(1, -(-(stored_tokens - prompt_tokens) // omega))
-        return self._bytes_through(prompt_tokens + events * omega)
+        return self._bytes_through(prompt_tokens + events * omega, sharing)
 
-    def growing_bytes(self, prompt_tokens: int, stored_tokens: int, final_tokens: int) -> int:
+    def growing_bytes(
+        self,
+        prompt_tokens: int,
+        stored_tokens: int,
+        final_tokens: int,
+        sharing: Sharing = PRIVATE,
+    ) -> int:
         """The most that a request claims while it decodes from one length to another.
 
         Claims grow with the length, except that up to its first routing a request is FULL
@@ -140,21 +171,22 @@ class RowClaims:
         final = max(stored_tokens, final_tokens)
         crossing = min(final, max(stored_tokens, self.budget.config.min_context + 1))
         return max(
-            self.decode_bytes(prompt_tokens, final), self.decode_bytes(prompt_tokens, crossing)
+            self.decode_bytes(prompt_tokens, final, sharing),
+            self.decode_bytes(prompt_tokens, crossing, sharing),
         )
 
     @cached_property
-    def _bytes_through(self) -> Callable[[int], int]:
+    def _bytes_through(self) -> Callable[[int, Sharing], int]:
         # Asked several times a step for each request, of few different lengths.
         return lru_cache(maxsize=1 << 14)(self._interval_bytes)
 
-    def _interval_bytes(self, next_event: int) -> int:
+    def _interval_bytes(self, next_event: int, sharing: Sharing) -> int:
         """Claim from just after one routing event to just after the next, at ``next_event``."""
         budget = self.budget
         last_event = next_event - budget.config.route_every
         if not budget.is_tiered(next_event):
             # Nothing is routed then, and the token after it may open a window.
-            return self.request_full_bytes(next_event + 1)
+            return self.request_full_bytes(next_event + 1, sharing.shared)
         windows = budget.num_windows
         growth = windows(next_event) - windows(last_event)
         if budget.is_tiered(last_event):
@@ -163,12 +195,16 @@ class RowClaims:
         else:
             before, coded = windows(next_event), self._coded_windows(next_event)
         # The token after the event may open a window.
+        most = windows(next_event) + 1
         full = max(before, self._routed_full_windows(next_event) + 1)
-        tiered_layer = full * budget.full_bytes + coded * budget.coded_bytes
-        untiered_layer = (windows(next_event) + 1) * budget.full_bytes
+        held = self._held_codes(most, coded, sharing)
+        tiered_layer = self._layer_bytes(most, full, held, sharing)
+        untiered_layer = self._layer_bytes(most, most, 0, sharing)
         return budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
 
-    def peak_bytes(self, prompt_tokens: int, final_tokens: int) -> int:
+    def peak_bytes(
+        self, prompt_tokens: int, final_tokens: int, sharing: Sharing = PRIVATE
+    ) -> int:
         """An upper bound of all claims on the way from a prompt to a length.
 
         A request may be retracted at any length between and prefilled anew from there, its
@@ -181,10 +217,21 @@ class RowClaims:
         ends = (short, self.exact_prefill_tokens, self.chunk_tokens)
         lengths = {prompt_tokens, final, *(n for n in ends if prompt_tokens < n < final)}
         most = max(
-            self.growing_bytes(prompt_tokens, prompt_tokens, final),
-            *(self.least_prefill_bytes(tokens) for tokens in lengths),
+            self.growing_bytes(prompt_tokens, prompt_tokens, final, sharing),
+            *(self.least_prefill_bytes(tokens, sharing) for tokens in lengths),
         )
         return most + self.request_full_bytes(budget.config.route_every + budget.config.window)
+
+    def _held_codes(self, windows: int, seen: int, sharing: Sharing) -> int:
+        """Coded copies that a row of so many windows holds in one layer, if it sees ``seen``."""
+        private = max(0, windows - sharing.shared)
+        publishable = min(private, max(0, sharing.publishable - sharing.shared))
+        return publishable + min(seen, private - publishable)
+
+    def _layer_bytes(self, windows: int, full: int, coded: int, sharing: Sharing) -> int:
+        """Bytes of a row of so many windows that holds these copies of its own in one layer."""
+        private = max(0, windows - sharing.shared)
+        return min(full, private) * self.budget.full_bytes + coded * self.budget.coded_bytes
 
     def _routed_full_windows(self, tokens: int) -> int:
         """FULL windows of one tiered layer just after an event at ``tokens``."""
@@ -198,22 +245,16 @@ class RowClaims:
         has_shadows = self.budget.charged_full_bytes > self.budget.full_bytes
         return limits.coded + (limits.full if has_shadows else 0)
 
-    def _routed_layer_bytes(self, tokens: int) -> int:
-        return (
-            self._routed_full_windows(tokens) * self.budget.full_bytes
-            + self._coded_windows(tokens) * self.budget.coded_bytes
-        )
-
-    def _segmented_layer_bytes(self, prompt_tokens: int) -> int:
+    def _segmented_layer_bytes(self, prompt_tokens: int, sharing: Sharing) -> int:
         """Peak of one tiered layer of a prompt that is routed segment by segment."""
         budget, segment = self.budget, self.segment_tokens
         last = (prompt_tokens - 1) // segment * segment
         first_routed = (budget.config.min_context // segment + 1) * segment
         # It grows from one routed segment to the next; the last one may be shorter.
         ends = {min(first_routed, prompt_tokens), last or prompt_tokens, prompt_tokens}
-        return max(self._segment_bytes(end) for end in ends)
+        return max(self._segment_bytes(end, sharing) for end in ends)
 
-    def _segment_bytes(self, end: int) -> int:
+    def _segment_bytes(self, end: int, sharing: Sharing) -> int:
         """Bytes of one tiered layer just before the segment that ends there is routed."""
         budget = self.budget
         start = (end - 1) // self.segment_tokens * self.segment_tokens
@@ -223,25 +264,37 @@ class RowClaims:
             coded = self._coded_windows(start)
         if budget.is_tiered(end):
             coded = max(coded, self._coded_windows(end))
-        return full * budget.full_bytes + coded * budget.coded_bytes
+        windows = budget.num_windows(end)
+        held = self._held_codes(windows, coded, sharing)
+        return self._layer_bytes(windows, full, held, sharing)
 
 
 @dataclass
 class _Row:
-    """``claim`` is granted; ``next_claim`` is what the row's next token will need."""
+    """``claim`` is granted; ``next_claim`` is what the row's next token will need.
+
+    granted, wanted: the stored tokens that the two are computed from, None in the prompt.
+    least: ``next_claim`` if the row left nothing to others.
+    """
 
     prompt: Prompt
-    stored: int
-    claim: int
-    next_claim: int
+    sharing: Sharing
+    pages: list[int]
+    stored: int = 0
+    granted: int | None = None
+    wanted: int | None = None
+    claim: int = 0
+    next_claim: int = 0
+    least: int = 0
 
 
 class ClaimLedger:
-    """The claims of all rows that hold KV."""
+    """The claims of all rows that hold KV, and of the pages that are kept for reuse."""
 
-    def __init__(self, claims: RowClaims, capacity_bytes: int) -> None:
+    def __init__(self, claims: RowClaims, capacity_bytes: int, num_pages: int) -> None:
         self.claims = claims
         self.capacity_bytes = capacity_bytes
+        self.kept = KeptPages(claims.budget, num_pages)
         self._rows: dict[int, _Row] = {}
 
     def __contains__(self, row: int) -> bool:
@@ -253,34 +306,104 @@ class ClaimLedger:
     @property
     def total_bytes(self) -> int:
         """Sum of all granted claims: no more is in use, whatever is under way."""
-        return sum(row.claim for row in self._rows.values())
+        return sum(row.claim for row in self._rows.values()) + self.kept.num_bytes
 
     @property
     def promised_bytes(self) -> int:
         """Sum of all claims once every row has launched its next token."""
-        return sum(row.next_claim for row in self._rows.values())
+        return sum(row.next_claim for row in self._rows.values()) + self.kept.num_bytes
 
-    def admit(self, row: int, prompt: Prompt) -> None:
-        """A row starts its prefill."""
-        claim = self.claims.prefill_bytes(prompt)
-        self._rows[row] = _Row(prompt, 0, claim, claim)
+    @property
+    def least_bytes(self) -> int:
+        """``promised_bytes`` if nothing were kept that no row shares, and rows left nothing."""
+        return sum(row.least for row in self._rows.values()) + self.kept.locked_bytes
+
+    def admit(
+        self,
+        row: int,
+        prompt: Prompt,
+        publishable: int = 0,
+        pages: Sequence[int] = (),
+    ) -> None:
+        """A row starts its prefill, with kept pages that it shares; they stay kept with it."""
+        self.kept.lock(pages)
+        self._rows[row] = state = _Row(prompt, Sharing(len(pages), publishable), list(pages))
+        self._reckon(state)
 
     def prompt_tokens(self, row: int) -> int:
         """Length of the prompt of a row."""
         return self._rows[row].prompt.tokens
 
+    def stored_tokens(self, row: int) -> int:
+        """Tokens that a row has, the launch under way included."""
+        return self._rows[row].stored
+
+    def sharing(self, row: int) -> Sharing:
+        """What a row shares and may leave."""
+        return self._rows[row].sharing
+
+    def publishable(self, row: int) -> int:
+        """Leading windows of a row that may be kept if it ends now: none within its prompt."""
+        state = self._rows[row]
+        return state.sharing.publishable if state.stored >= state.prompt.tokens else 0
+
+    def usable_pages(self, pages: Sequence[int], prompt_tokens: int, final_tokens: int) -> int:
+        """How many of the kept pages that match its prompt a request can use.
+
+        A short request sees nothing but FULL windows, whatever its prefix: as without reuse.
+        And a request must not lock so much of a prefix that it can't grow as it may.
+        """
+        usable = len(pages)
+        if prompt_tokens <= self.claims.budget.config.min_context:
+            usable = self.kept.num_full(pages)
+        peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(usable))
+        if self.kept.bytes_of(pages[:usable]) + peak > self.capacity_bytes:
+            return 0
+        return usable
+
     def advance(self, row: int, stored_tokens: int) -> None:
         """The next launch brings a row to ``stored_tokens``: what it needs is granted."""
         state = self._rows[row]
         state.stored = stored_tokens
-        state.claim = state.next_claim
+        state.granted, state.claim = state.wanted, state.next_claim
 
     def launched(self, row: int) -> None:
         """The launch that ``advance`` announced is under way: the one after it counts now."""
         state = self._rows[row]
         if state.stored >= state.prompt.tokens:
-            state.next_claim = self.claims.decode_bytes(state.prompt.tokens, state.stored)
-            state.claim = min(state.claim, state.next_claim)
+            claims, tokens = self.claims, state.prompt.tokens
+            state.wanted = state.stored
+            state.next_claim = claims.decode_bytes(tokens, state.stored, state.sharing)
+            state.least = claims.decode_bytes(tokens, state.stored, state.sharing.least)
+            if state.next_claim < state.claim:
+                state.granted, state.claim = state.wanted, state.next_claim
+
+    def limit_publishing(self, excess: Callable[[], int]) -> list[tuple[int, int]]:
+        """Let rows leave less, the newest first, until ``excess`` bytes are none.
+
+        Returns the rows that leave less and how many windows they may still leave. The bytes
+        are free once the copies are dropped, which must be before the next launch.
+        """
+        limited = []
+        layers = self.claims.budget.num_tiered_layers
+        for row in reversed(self._rows):
+            if (too_much := excess()) <= 0:
+                break
+            state = self._rows[row]
+            shared, publishable = state.sharing
+            tokens = max(state.stored, state.prompt.tokens)
+            most = min(publishable, self.claims.budget.num_windows(tokens) + 2)
+            if most <= shared or state.next_claim == state.least:
+                continue
+            # Codes of what the row sees itself take the place of those of others, so that
+            # less may be saved than is given up.
+            step = max(1, -(-too_much // (layers * self.claims.budget.coded_bytes)))
+            while excess() > 0 and most > shared:
+                most = max(shared, most - step)
+                state.sharing = Sharing(shared, most)
+                self._reckon(state)
+            limited.append((row, most))
+        return limited
 
     def require_room(self) -> None:
         """Raises ``RuntimeError`` if more was granted than there is."""
@@ -295,20 +418,34 @@ class ClaimLedger:
         return self.total_bytes + sum(growth)
 
     def projected_bytes(self, final_tokens: Mapping[int, int]) -> int:
-        """Sum of the most that all rows will claim on their way to these lengths."""
-        return sum(
+        """``least_bytes`` at the most that all rows will claim on their way to these lengths."""
+        return self.kept.locked_bytes + sum(
             self.claims.growing_bytes(
                 state.prompt.tokens,
                 max(state.prompt.tokens, state.stored),
                 final_tokens.get(row, 0),
+                state.sharing.least,
             )
             for row, state in self._rows.items()
         )
 
     def remove(self, row: int) -> None:
         """A row gives up its KV."""
-        self._rows.pop(row, None)
+        if state := self._rows.pop(row, None):
+            self.kept.unlock(state.pages)
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Forget all rows and pages."""
         self._rows.clear()
+        self.kept.clear()
+
+    def _reckon(self, state: _Row) -> None:
+        """Compute a row's claims anew."""
+        state.claim = self._claim(state, state.granted, state.sharing)
+        state.next_claim = self._claim(state, state.wanted, state.sharing)
+        state.least = self._claim(state, state.wanted, state.sharing.least)
+
+    def _claim(self, state: _Row, stored: int | None, sharing: Sharing) -> int:
+        if stored is None:
+            return self.claims.prefill_bytes(state.prompt, sharing)
+        return self.claims.decode_bytes(state.prompt.tokens, stored, sharing)

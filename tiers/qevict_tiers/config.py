@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from qevict_kernels.layout import SUPPORTED_BITS, SUPPORTED_WINDOWS, ParamFormat
 
-__all__ = ["PrefillScores", "Promotion", "TieringConfig"]
+__all__ = ["PrefillScores", "PrefixReuse", "Promotion", "TieringConfig"]
 
 
 class PrefillScores(Enum):
@@ -29,6 +29,16 @@ class Promotion(Enum):
     DEQUANTIZE = "dequantize"
 
 
+class PrefixReuse(Enum):
+    """What later requests with the same prefix get of a finished request.
+
+    CODES: its windows, coded, or FULL where the request kept them all. OFF: nothing.
+    """
+
+    CODES = "codes"
+    OFF = "off"
+
+
 SCORING_SPAN_TOKENS = 32
 """Prompt tokens whose queries score with ``PrefillScores.LAST``."""
 
@@ -45,6 +55,7 @@ class TieringConfig:
     key_bits, value_bits, params: the code of a coded window.
     prefill_scores: prompt queries that give the initial scores.
     promote: see ``Promotion``.
+    prefix_reuse: see ``PrefixReuse``.
     min_context: tokens up to which a request stays FULL altogether.
     exact_prefill_tokens: prompts up to this length are attended in full precision and
         routed once, after their last token; None: whatever fits the memory.
@@ -64,6 +75,7 @@ class TieringConfig:
     params: ParamFormat = ParamFormat.UINT8
     prefill_scores: PrefillScores = PrefillScores.LAST
     promote: Promotion = Promotion.ALIAS
+    prefix_reuse: PrefixReuse = PrefixReuse.CODES
     min_context: int = 512
     exact_prefill_tokens: int | None = None
     full_layers: frozenset[int] = field(default_factory=frozenset)

@@ -35,6 +35,8 @@ class Counter(IntEnum):
     RANK_PROMOTED = 8
     """Rank promotions: windows among the first ``K_f`` that ranked below at the event before,
     whether they could get a FULL copy or not."""
+    CODED_FOR_REUSE = 9
+    """Windows whose codes were made only because their page may be reused: no view sees them."""
 
 
 class Counters:
@@ -57,7 +59,8 @@ class LedgerBytes:
     """Bytes by kind; each byte is in one of them.
 
     full: FULL copies. codes, params, alignment: records of coded windows. shadow: whole records
-    kept beside a FULL copy. tables: where copies lie and what views see.
+    kept beside a FULL copy. reuse: copies that no request sees, kept for those to come. tables:
+    where copies lie and what views see.
     """
 
     full: int
@@ -65,20 +68,33 @@ class LedgerBytes:
     params: int
     alignment: int
     shadow: int
+    reuse: int
     tables: int
 
     @classmethod
     def of(
-        cls, geometry: WindowGeometry, num_full: int, num_coded: int, num_shadow: int, tables: int
+        cls,
+        geometry: WindowGeometry,
+        num_full: int,
+        num_coded: int,
+        num_shadow: int,
+        num_unseen_full: int,
+        num_unseen_coded: int,
+        tables: int,
     ) -> LedgerBytes:
-        """The bytes of so many copies of one layer each; ``num_coded`` includes the shadows."""
+        """The bytes of so many copies of one layer each.
+
+        ``num_coded`` includes the shadows, both it and ``num_full`` what no request sees.
+        """
         layout = geometry.record
-        records = (num_coded - num_shadow) * geometry.num_kv_heads
+        records = (num_coded - num_shadow - num_unseen_coded) * geometry.num_kv_heads
         return cls(
-            full=num_full * geometry.full_window_bytes,
+            full=(num_full - num_unseen_full) * geometry.full_window_bytes,
             codes=records * layout.code_bytes,
             params=records * layout.param_bytes,
             alignment=records * layout.alignment_bytes,
             shadow=num_shadow * geometry.coded_window_bytes,
+            reuse=num_unseen_full * geometry.full_window_bytes
+            + num_unseen_coded * geometry.coded_window_bytes,
             tables=tables,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -11,14 +12,19 @@ import torch
 from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import Promotion
+from qevict_tiers.config import PrefixReuse, Promotion
+from qevict_tiers.kept import Keep
 from qevict_tiers.ledger import Counter, Counters, LedgerBytes
-from qevict_tiers.policy import Tier, route
+from qevict_tiers.policy import Limits, Tier, route
 from qevict_tiers.views import Views
 
-__all__ = ["Occupancy", "StorePlaces", "TierManager"]
+__all__ = ["UNLIMITED", "Occupancy", "StorePlaces", "TierManager"]
 
 logger = logging.getLogger(__name__)
+
+
+UNLIMITED = 1 << 40
+"""More windows than any request has: all that it will have may be published."""
 
 
 class StorePlaces(NamedTuple):
@@ -47,6 +53,10 @@ class TierManager:
     request slot. ``storage`` is the arena's buffer, uint8; everything else lies on its
     device. The caller decides, from lengths alone, what fits; the manager trusts that.
     ``fixed_shapes``: see ``arena``.
+
+    Pages of a finished row can be *kept* for rows to come (``publish``), which then *share*
+    their copies. As long as that may happen, a window of the row that is evicted keeps its
+    codes (``Views.publishable``), so that what is kept has a copy in every layer.
 
     A window that holds NaN or infinity, or a range beyond the format of the parameters, is
     never coded: where it would be, it is evicted from the view, counted
@@ -81,6 +91,7 @@ class TierManager:
         )
         self.views = Views(self.num_layers, num_rows, max_windows, device)
         self.counters = Counters(device)
+        self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
         self.open_rows: set[int] = set()
         self._warned = False
         geometry = budget.geometry
@@ -105,14 +116,38 @@ class TierManager:
     @staticmethod
     def page_bytes(num_layers: int) -> int:
         """Bytes of tables that one page takes."""
-        return 2 * 4 * num_layers
+        return 2 * 4 * num_layers + 1
 
     # -- life of a row ------------------------------------------------------------
 
     def open(self, rows: list[int]) -> None:
         """Start views for rows; what they held before must have been closed."""
         self.open_rows.update(rows)
-        self.views.open(torch.tensor(rows, device=self.device))
+        index = torch.tensor(rows, device=self.device)
+        self.views.open(index)
+        if self.budget.config.prefix_reuse is not PrefixReuse.OFF:
+            self.views.publishable[index] = UNLIMITED
+
+    def share(self, row: int, pages: torch.Tensor) -> None:
+        """Begin the view of an empty row with kept pages (int64 ``[n]``), whose copies it shares.
+
+        It sees in each layer what is kept: FULL windows, coded ones, or nothing of a window
+        that could not be coded.
+        """
+        n = pages.shape[0]
+        owners = self._owners(slice(0, self.num_layers), pages)
+        has_full, has_codes = self.arena.full.table[owners] >= 0, self.arena.coded.table[owners] >= 0
+        tiers = torch.full_like(owners, Tier.EVICTED, dtype=torch.uint8)
+        tiers.masked_fill_(has_codes, Tier.CODED).masked_fill_(has_full, Tier.FULL)
+        self.arena.full.retain(self._select(has_full, owners))
+        self.arena.coded.retain(self._select(has_codes & ~has_full, owners))
+        self.views.page_table[row, :n] = pages.to(torch.int32)
+        self.views.shared[row] = n
+        index = torch.tensor([row], device=self.device)
+        tiers = tiers[:, None]
+        self.views.set_tiers(
+            slice(0, self.num_layers), index, tiers, torch.zeros_like(tiers, dtype=torch.bool)
+        )
 
     def append(self, rows: torch.Tensor, windows: torch.Tensor, pages: torch.Tensor) -> None:
         """Add FULL windows to views (``Views.append``); copies are made by ``allocate_full``."""
@@ -168,17 +203,92 @@ class TierManager:
         owners = self._owners(everything, self.views.page_table[index].to(torch.int64))
         tier = self.views.tier[:, index]
         has_full = (tier == Tier.FULL) & (self.arena.full.table[owners] >= 0)
-        has_codes = self._holds_codes(tier, owners)
+        has_codes = self._holds_codes(tier, owners, self.views.keeps_codes(index, tier.shape[-1]))
         self.arena.full.release(self._select(has_full, owners))
         self.arena.coded.release(self._select(has_codes, owners))
         self.views.open(index)
 
     def clear(self) -> None:
-        """Forget all rows and copies."""
+        """Forget all rows, pages and copies."""
         self.arena.clear()
+        self.kept.zero_()
         if self.open_rows:
             self.views.open(torch.tensor(sorted(self.open_rows), device=self.device))
         self.open_rows.clear()
+
+    # -- reuse of pages -----------------------------------------------------------
+
+    def limit_publishing(self, row: int, windows: int) -> None:
+        """From now on only the first so many windows of a row may be published."""
+        index = torch.tensor([row], device=self.device)
+        width = self.views.tier.shape[-1]
+        before = self.views.keeps_codes(index, width)
+        self.views.publishable[index] = self.views.publishable[index].clamp(max=windows)
+        dropped = before & ~self.views.keeps_codes(index, width)
+        tier = self.views.tier[:, index]
+        owners = self._owners(
+            slice(0, self.num_layers), self.views.page_table[index].to(torch.int64)
+        )
+        has_codes = (tier == Tier.EVICTED) & dropped & (self.arena.coded.table[owners] >= 0)
+        self.arena.coded.release(self._select(has_codes, owners))
+
+    def publish(self, row: int, start: int, end: int, keep: Keep) -> None:
+        """Keep the pages of a row's own windows ``[start, end)``, all of them complete.
+
+        ``Keep.CODES``: what is still FULL of them in a routed layer is coded now; the
+        windows must be publishable. ``Keep.FULL``: they must be FULL in all layers.
+        """
+        pages = self.views.page_table[row, start:end].to(torch.int64)
+        everything = slice(0, self.num_layers)
+        owners = self._owners(everything, pages)
+        if keep is Keep.CODES:
+            self._code_all(row, start, end)
+        coded = self._routed_layers[:, None] & (keep is Keep.CODES)
+        self.arena.full.retain(self._select(~coded & (self.arena.full.table[owners] >= 0), owners))
+        self.arena.coded.retain(
+            self._select(coded & (self.arena.coded.table[owners] >= 0), owners)
+        )
+        self.kept[pages] = int(keep)
+
+    def _code_all(self, row: int, start: int, end: int) -> None:
+        """Demote the FULL windows ``[start, end)`` of a row in all routed layers."""
+        everything = slice(0, self.num_layers)
+        index = torch.tensor([row], device=self.device)
+        before = self.views.tier[:, index, :end]
+        window = torch.arange(end, device=self.device)
+        demoted = (
+            (before == Tier.FULL) & self._routed_layers[:, None, None] & (window >= start)
+        )
+        pages = self.views.page_table[index, :end].to(torch.int64)
+        after, made = self._apply(
+            everything, pages, before, torch.where(demoted, Tier.CODED, before), index
+        )
+        self.counters.add(Counter.CODED_FOR_REUSE, made.sum())
+        width = self.views.tier.shape[-1]
+        tiers = torch.cat([after, self.views.tier[:, index, end:width]], -1)
+        self.views.set_tiers(everything, index, tiers, self.views.outranked[:, index])
+
+    def drop(self, pages: torch.Tensor) -> None:
+        """Keep pages (int64 ``[n]``) no longer; those not kept are passed over."""
+        full, coded, owners = self._kept_copies(pages)
+        self.arena.full.release(self._select(full, owners))
+        self.arena.coded.release(self._select(coded, owners))
+        self.kept[pages] = Keep.NOTHING
+
+    def _kept_copies(
+        self, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Which FULL and which coded copies are kept of pages: masks of owners, ``[L, n]``."""
+        owners = self._owners(slice(0, self.num_layers), pages)
+        keep = self.kept[pages]
+        routed = self._routed_layers[:, None]
+        full = (keep == Keep.FULL) | ((keep == Keep.CODES) & ~routed)
+        coded = (keep == Keep.CODES) & routed
+        return (
+            full & (self.arena.full.table[owners] >= 0),
+            coded & (self.arena.coded.table[owners] >= 0),
+            owners,
+        )
 
     # -- routing ------------------------------------------------------------------
 
@@ -191,56 +301,71 @@ class TierManager:
         config = self.budget.config
         index = torch.tensor(rows, device=self.device)
         ranges = [self.budget.history(n) for n in tokens]
-        limits = [self.budget.capacities(n) for n in tokens]
+        capacities = [self.budget.capacities(n) for n in tokens]
         width = max(self.budget.num_windows(n) for n in tokens)
         before = self.views.tier[layers, index, :width]
-        routed = route(
-            self.views.score[layers, index, :width],
-            before,
-            torch.tensor([start for start, _ in ranges], device=self.device),
-            torch.tensor([end for _, end in ranges], device=self.device),
-            torch.tensor([limit.full for limit in limits], device=self.device),
-            torch.tensor([limit.coded for limit in limits], device=self.device),
-            config.promote,
+        limits = Limits(
+            history_start=torch.tensor([start for start, _ in ranges], device=self.device),
+            history_end=torch.tensor([end for _, end in ranges], device=self.device),
+            shared=self.views.shared[index],
+            max_full=torch.tensor([limit.full for limit in capacities], device=self.device),
+            max_coded=torch.tensor([limit.coded for limit in capacities], device=self.device),
+            coded_per_full=Fraction(self.budget.charged_full_bytes, self.budget.coded_bytes),
         )
+        routed = route(self.views.score[layers, index, :width], before, limits, config.promote)
         is_routed = self._routed_layers[layers, None, None]
         after = torch.where(is_routed, routed.tiers, before)
         outranked = is_routed & routed.outranked
         pages = self.views.page_table[index, :width].to(torch.int64)
-        after = self._apply(layers, pages, before, after)
+        after, made = self._apply(layers, pages, before, after, index)
+        self._count(before, after, made)
         risen = self.views.outranked[layers, index, :width] & ~outranked
         self.counters.add(Counter.RANK_PROMOTED, (risen & (after != Tier.EVICTED)).sum())
         self.views.set_tiers(layers, index, after, outranked)
 
-    def _apply(
-        self, layers: slice, pages: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> torch.Tensor:
-        """Make and release copies; returns the tiers that came of it."""
-        full, coded = self.arena.full, self.arena.coded
-        owners = self._owners(layers, pages)
+    def _count(self, before: torch.Tensor, after: torch.Tensor, made: torch.Tensor) -> None:
+        """Count what a routing event did; ``made``: windows whose codes were made."""
         was_full, was_coded = before == Tier.FULL, before == Tier.CODED
-        had_codes = self._holds_codes(before, owners)
-
-        coded.release(self._select(had_codes & (after == Tier.EVICTED), owners))
-        if self._quantize(was_full & (after == Tier.CODED) & ~had_codes, owners):
-            uncoded = (after == Tier.CODED) & (coded.table[owners] < 0)
-            after = torch.where(uncoded, Tier.EVICTED, after)
-        to_coded = was_full & (after == Tier.CODED)
-        to_full = was_coded & (after == Tier.FULL)
-        gone = after == Tier.EVICTED
-        full.release(self._select(was_full & (to_coded | gone), owners))
-        if self.budget.config.promote is Promotion.DEQUANTIZE:
-            self._dequantize(to_full, owners)
-
+        is_coded, is_gone = after == Tier.CODED, after == Tier.EVICTED
         count = self.counters.add
         count(Counter.ROUTED, (was_full | was_coded).sum())
-        count(Counter.DEMOTED, to_coded.sum())
-        count(Counter.EVICTED_FULL, (was_full & gone).sum())
-        count(Counter.EVICTED_CODED, (was_coded & gone).sum())
-        count(Counter.PROMOTED, to_full.sum())
-        count(Counter.QUANTIZED, (to_coded & ~had_codes).sum())
-        count(Counter.CODES_REUSED, (to_coded & had_codes).sum())
-        return after
+        count(Counter.DEMOTED, (was_full & is_coded).sum())
+        count(Counter.EVICTED_FULL, (was_full & is_gone).sum())
+        count(Counter.EVICTED_CODED, (was_coded & is_gone).sum())
+        count(Counter.PROMOTED, (was_coded & (after == Tier.FULL)).sum())
+        count(Counter.CODES_REUSED, (was_full & is_coded & ~made).sum())
+        count(Counter.CODED_FOR_REUSE, (made & is_gone).sum())
+
+    def _apply(
+        self,
+        layers: slice,
+        pages: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make and release copies of the first windows of rows, as their tiers change.
+
+        Returns the tiers that came of it, and which windows got codes that had none.
+        """
+        full, coded = self.arena.full, self.arena.coded
+        owners = self._owners(layers, pages)
+        keeps = self.views.keeps_codes(rows, pages.shape[-1])
+        was_full = before == Tier.FULL
+        had_codes = self._holds_codes(before, owners, keeps)
+
+        coded.release(self._select(had_codes & (after == Tier.EVICTED) & ~keeps, owners))
+        needs_codes = (after == Tier.CODED) | ((after == Tier.EVICTED) & keeps)
+        made = was_full & needs_codes & ~had_codes
+        if self._quantize(made, owners):
+            made &= coded.table[owners] >= 0
+            uncoded = (after == Tier.CODED) & (coded.table[owners] < 0)
+            after = torch.where(uncoded, Tier.EVICTED, after)
+        full.release(self._select(was_full & (after != Tier.FULL), owners))
+        if self.budget.config.promote is Promotion.DEQUANTIZE:
+            self._dequantize((before == Tier.CODED) & (after == Tier.FULL), owners)
+        self.counters.add(Counter.QUANTIZED, made.sum())
+        return after, made
 
     def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> int:
         """Code FULL windows; returns how many can't be coded, which have no codes then."""
@@ -308,9 +433,12 @@ class TierManager:
             return torch.where(mask, values, -1).flatten()
         return values[mask]
 
-    def _holds_codes(self, tier: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Windows of views that hold codes: coded ones, and FULL ones with shadow codes."""
-        exists = (tier == Tier.FULL) | (tier == Tier.CODED)
+    def _holds_codes(
+        self, tier: torch.Tensor, owners: torch.Tensor, keeps: torch.Tensor
+    ) -> torch.Tensor:
+        """Windows of views that hold codes: coded ones, FULL ones with shadow codes, and evicted
+        ones that keep them (``Views.keeps_codes``)."""
+        exists = (tier == Tier.FULL) | (tier == Tier.CODED) | ((tier == Tier.EVICTED) & keeps)
         return exists & (self.arena.coded.table[owners] >= 0)
 
     def _owners(self, layers: slice, pages: torch.Tensor) -> torch.Tensor:
@@ -331,12 +459,24 @@ class TierManager:
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""
         full, coded = self.arena.full, self.arena.coded
+        rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
+        owners = self._owners(
+            slice(0, self.num_layers), self.views.page_table[rows].to(torch.int64)
+        )
+        tier = self.views.tier[:, rows]
+        in_use = (full.table >= 0) & (coded.table >= 0)
+        in_use[owners[(tier == Tier.FULL) | (tier == Tier.CODED)]] = True
         return LedgerBytes.of(
             self.budget.geometry,
             num_full=int(full.count),
             num_coded=int(coded.count),
             num_shadow=int(((full.table >= 0) & (coded.table >= 0)).sum()),
-            tables=full.table_bytes + coded.table_bytes + self.views.num_bytes,
+            num_unseen_full=int(((full.table >= 0) & ~in_use).sum()),
+            num_unseen_coded=int(((coded.table >= 0) & ~in_use).sum()),
+            tables=full.table_bytes
+            + coded.table_bytes
+            + self.views.num_bytes
+            + self.kept.nbytes,
         )
 
     def occupancy(self) -> Occupancy:
@@ -353,8 +493,8 @@ class TierManager:
     def check_integrity(self) -> list[str]:
         """What is wrong with copies, tables and views; empty when nothing is.
 
-        Every copy is in exactly one slot, each copy is seen by a view and each view finds
-        its copies, and the bytes fit the arena.
+        Every copy is in exactly one slot and has as many references as views and kept pages
+        hold, each view finds its copies, and the bytes fit the arena.
         """
         problems = self.arena.check_integrity()
         rows = sorted(self.open_rows)
@@ -364,15 +504,15 @@ class TierManager:
         owners = self._owners(everything, self.views.page_table[index].to(torch.int64))
         tier = self.views.tier[:, index]
         for side, kind in ((self.arena.full, Tier.FULL), (self.arena.coded, Tier.CODED)):
-            seen = torch.unique(owners[tier == kind])
-            if bool((side.table[seen] < 0).any()):
+            if bool((side.table[owners[tier == kind]] < 0).any()):
                 problems.append(f"a {kind.name} window of a view has no copy")
-        seen_full = torch.unique(owners[tier == Tier.FULL])
-        seen_codes = torch.unique(owners[self._holds_codes(tier, owners)])
-        for side, seen, name in (
-            (self.arena.full, seen_full, "FULL"),
-            (self.arena.coded, seen_codes, "coded"),
+        holds_codes = self._holds_codes(tier, owners, self.views.keeps_codes(index, tier.shape[-1]))
+        pages = torch.nonzero(self.kept)[:, 0]
+        kept_full, kept_codes, kept_owners = self._kept_copies(pages)
+        for side, seen, kept, name in (
+            (self.arena.full, tier == Tier.FULL, kept_full, "FULL"),
+            (self.arena.coded, holds_codes, kept_codes, "coded"),
         ):
-            if int(side.count) != len(seen):
-                problems.append(f"{int(side.count)} {name} copies, {len(seen)} seen by views")
+            held = torch.cat([owners[seen], kept_owners[kept]])
+            problems += side.check_references(held, name)
         return problems

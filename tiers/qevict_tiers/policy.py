@@ -5,14 +5,16 @@ It knows neither memory nor engine. Higher scores mean more attention received.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
 from qevict_tiers.config import Promotion
 
-__all__ = ["Routed", "Tier", "rank_windows", "route"]
+__all__ = ["Limits", "Routed", "Tier", "rank_windows", "route"]
 
 
 class Tier(IntEnum):
@@ -40,6 +42,24 @@ class Routed(NamedTuple):
     outranked: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a routing event may keep of the windows of each row.
+
+    history_start, history_end: int64 ``[B]``, half-open range of windows between sink and
+    local. shared: int64 ``[B]``, leading windows that belong to a reused prefix. max_full,
+    max_coded: int64 ``[B]``, ``K_f`` and ``K_q``. coded_per_full: coded windows that take
+    the bytes of one FULL window.
+    """
+
+    history_start: torch.Tensor
+    history_end: torch.Tensor
+    shared: torch.Tensor
+    max_full: torch.Tensor
+    max_coded: torch.Tensor
+    coded_per_full: Fraction
+
+
 def rank_windows(scores: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
     """Windows in order of rank: candidates first, by score, the newer first among equals.
 
@@ -55,43 +75,45 @@ def rank_windows(scores: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor
 def route(
     scores: torch.Tensor,
     tiers: torch.Tensor,
-    history_start: torch.Tensor,
-    history_end: torch.Tensor,
-    max_full: torch.Tensor,
-    max_coded: torch.Tensor,
+    limits: Limits,
     promote: Promotion,
 ) -> Routed:
     """The tiers of all windows after a routing event.
 
-    Candidates are the FULL and coded windows of the history. The first ``max_full`` in
-    rank order become FULL, the next ``max_coded`` coded, the rest evicted. With
-    ``Promotion.ALIAS`` only a window that still has its original (is FULL) can be FULL,
-    so that FULL is taken by the first ``max_full`` originals, and coded by the first
-    ``max_coded`` of the others.
+    Candidates are the FULL and coded windows of the history, except shared FULL ones: their
+    copies are paid for by the prefix they belong to, and stay. The first ``max_full`` in
+    rank order become FULL, the next ``max_coded`` coded, the rest evicted. Of a shared
+    window no FULL copy can be made, and with ``Promotion.ALIAS`` only a window that still
+    has its original (is FULL) can be FULL; so FULL is taken by the first ``max_full`` that
+    can be, and coded by the first ``max_coded`` of the others. What FULL leaves unused
+    goes to further coded windows, ``coded_per_full`` for each.
 
-    ``scores``: float32 ``[L, B, N]``; ``tiers``: uint8 ``[L, B, N]`` (``Tier``);
-    ``history_start``, ``history_end``: int64 ``[B]``, half-open range of windows between
-    sink and local; ``max_full``, ``max_coded``: int64 ``[B]``. Windows outside the
-    history keep their tier.
+    ``scores``: float32 ``[L, B, N]``; ``tiers``: uint8 ``[L, B, N]`` (``Tier``). Windows
+    outside the history keep their tier.
     """
     window = torch.arange(scores.shape[-1], device=scores.device)
-    in_history = (window >= history_start[:, None]) & (window < history_end[:, None])
+    start, end = limits.history_start[:, None], limits.history_end[:, None]
+    private = window >= limits.shared[:, None]
     full = tiers == Tier.FULL
-    candidates = in_history & (full | (tiers == Tier.CODED))
+    candidates = (
+        (window >= start) & (window < end) & ((full & private) | (tiers == Tier.CODED))
+    )
 
     order = rank_windows(scores, candidates)
     ranked_candidate = torch.gather(candidates, -1, order)
-    eligible = ranked_candidate
-    if promote is Promotion.ALIAS:
-        eligible = ranked_candidate & torch.gather(full, -1, order)
-    to_full = eligible & (eligible.cumsum(-1) <= max_full[:, None])
+    can_be_full = full if promote is Promotion.ALIAS else private.expand_as(full)
+    eligible = ranked_candidate & torch.gather(can_be_full, -1, order)
+    max_full = limits.max_full[:, None]
+    to_full = eligible & (eligible.cumsum(-1) <= max_full)
     rest = ranked_candidate & ~to_full
-    to_coded = rest & (rest.cumsum(-1) <= max_coded[:, None])
+    unused = max_full - to_full.sum(-1, keepdim=True)
+    extra = unused * limits.coded_per_full.numerator // limits.coded_per_full.denominator
+    to_coded = rest & (rest.cumsum(-1) <= limits.max_coded[:, None] + extra)
 
     ranked = torch.full_like(tiers, Tier.EVICTED)
     ranked.masked_fill_(to_full, Tier.FULL).masked_fill_(to_coded, Tier.CODED)
     routed = torch.empty_like(tiers).scatter_(-1, order, ranked)
     # In rank order a window's index is its rank.
-    below = ranked_candidate & (window >= max_full[:, None])
+    below = ranked_candidate & (window >= max_full)
     outranked = torch.empty_like(candidates).scatter_(-1, order, below)
     return Routed(torch.where(candidates, routed, tiers), outranked)

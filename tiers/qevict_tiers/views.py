@@ -17,7 +17,9 @@ class Views:
     mass gathered so far. outranked: bool ``[L, rows, N]``, windows that ranked below the
     first ``K_f`` at their row's last routing event. windows, num_full, num_coded: the
     window lists of ``qevict_kernels.interface.LayerView``, which kernels read: tier as
-    lists. page_table: int32 ``[rows, N]``.
+    lists. page_table: int32 ``[rows, N]``. shared: int64 ``[rows]``, leading windows whose
+    copies belong to a reused prefix. publishable: int64 ``[rows]``, leading windows that may
+    be reused by others later, so that they keep codes when they are evicted.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_windows: int, device: torch.device):
@@ -29,17 +31,20 @@ class Views:
         self.num_full = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self.num_coded = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self.page_table = torch.zeros(shape[1:], dtype=torch.int32, device=device)
+        self.shared = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.publishable = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
-        tensors = (self.tier, self.score, self.outranked, self.windows, self.num_full)
-        return sum(x.nbytes for x in (*tensors, self.num_coded, self.page_table))
+        per_layer = (self.tier, self.score, self.outranked, self.windows)
+        per_row = (self.num_full, self.num_coded, self.page_table, self.shared, self.publishable)
+        return sum(x.nbytes for x in (*per_layer, *per_row))
 
     @staticmethod
     def row_bytes(num_layers: int, max_windows: int) -> int:
         """Bytes that one row takes."""
-        return max_windows * (num_layers * (1 + 4 + 1 + 4) + 4) + num_layers * 8
+        return max_windows * (num_layers * (1 + 4 + 1 + 4) + 4) + num_layers * 8 + 16
 
     def layer_view(
         self, layer: int, full_slot: torch.Tensor, coded_slot: torch.Tensor
@@ -61,6 +66,14 @@ class Views:
         self.outranked[:, rows] = False
         self.num_full[:, rows] = 0
         self.num_coded[:, rows] = 0
+        self.shared[rows] = 0
+        self.publishable[rows] = 0
+
+    def keeps_codes(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """Whether windows keep their codes when they are evicted: bool ``[len(rows), width]``."""
+        window = torch.arange(width, device=rows.device)
+        is_private = window >= self.shared[rows][:, None]
+        return is_private & (window < self.publishable[rows][:, None])
 
     def append(self, rows: torch.Tensor, windows: torch.Tensor, pages: torch.Tensor) -> None:
         """Add FULL windows to the views, in all layers.

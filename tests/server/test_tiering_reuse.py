@@ -1,0 +1,158 @@
+"""Prefix reuse as clients see it: turns, branches, salts, bursts, and nothing left behind."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from server.harness import Server, ServerPool
+from server.tiering import TIERED, answer, assert_idle, first_difference, prompts, report
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def server(servers: ServerPool) -> Iterator[Server]:
+    server = servers.get(*TIERED)
+    yield server
+    assert_idle(server)
+
+
+def ask(server: Server, prompt: Sequence[int], tokens: int = 8, **request: Any) -> dict[str, Any]:
+    """SGLang's answer to a prompt, with further fields of the request."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, **request}
+    result: dict[str, Any] = server.post("/generate", body)
+    return result
+
+
+def cached(result: dict[str, Any]) -> int:
+    """Tokens that an answer reused."""
+    return int(result["meta_info"]["cached_tokens"])
+
+
+def test_turns_of_one_conversation_reuse_prompt_and_answer(server: Server) -> None:
+    document, *questions = prompts([3000, 20, 20, 20])
+    turn = document
+    for number, question in enumerate(questions):
+        turn = turn + question
+        result = ask(server, turn, tokens=30)
+        known = len(turn) - len(question)
+        # Whole windows of all that was there before; the last token of an answer has no KV yet.
+        assert cached(result) == (0 if number == 0 else (known - 1) // 8 * 8)
+        turn = turn + result["output_ids"]
+
+
+def test_branches_of_one_prefix_share_its_copies(server: Server) -> None:
+    prefix, *branches = prompts([2000, 40, 48, 56], start=5_000)
+    ask(server, prefix + branches[0])
+    alone = report(server)["bytes"]["claimed"]
+    together = [prefix + branch for branch in branches[1:]]
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(lambda prompt: ask(server, prompt), together))
+    assert [cached(result) for result in results] == [2000, 2000]
+    new_pages = sum((len(prompt) + 7) // 8 - 250 for prompt in together)
+    assert report(server)["bytes"]["claimed"] <= alone + new_pages * alone // 200
+
+
+def test_tenants_with_different_salts_or_keys_share_nothing(server: Server) -> None:
+    (prompt,) = prompts([900], start=8_000)
+    ways: list[dict[str, str]] = [
+        {},
+        {"cache_salt": "a", "extra_key": "bc"},
+        {"cache_salt": "ab", "extra_key": "c"},
+        {"cache_salt": "abc"},
+        {"extra_key": "abc"},
+    ]
+    for way in ways:
+        assert cached(ask(server, prompt, **way)) == 0
+    for way in ways:
+        assert cached(ask(server, prompt, **way)) == 896
+
+
+def test_a_request_is_answered_beside_others_as_alone_after_the_same_warming(
+    server: Server,
+) -> None:
+    document, question, *others = prompts([2000, 24, 700, 30, 1500], start=12_000)
+    ask(server, document)
+    alone = answer(server, document + question, 24)
+    server.flush_cache()
+    ask(server, document)
+    with ThreadPoolExecutor(len(others) + 1) as threads:
+        found = threads.submit(answer, server, document + question, 24)
+        for other in others:
+            threads.submit(ask, server, other, 40)
+        among = found.result()
+    step = first_difference(alone.tokens, among.tokens)
+    assert step is None or alone.gap(step, among.tokens[step]) <= 0.25
+
+
+def test_a_short_prompt_is_answered_from_its_cached_prefix_as_without(server: Server) -> None:
+    (prompt,) = prompts([200], start=16_000)
+    cold = answer(server, prompt, 24)
+    warm = answer(server, prompt, 24)
+    assert cached(ask(server, prompt)) == 192
+    step = first_difference(cold.tokens, warm.tokens)
+    assert step is None or cold.gap(step, warm.tokens[step]) <= 0.25
+
+
+def test_samples_of_one_prompt_reuse_it(server: Server) -> None:
+    (prompt,) = prompts([800], start=17_000)
+    sampling = {"n": 3, "temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    samples = server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+    assert [cached(sample) for sample in samples] == [792] * 3
+
+
+def test_a_burst_over_few_prefixes_into_a_full_pool(servers: ServerPool) -> None:
+    """Each of 30 requests ends, nothing leaks, and the cache gives way before any request does."""
+    server = servers.get(*TIERED, "--max-total-tokens", "2500")
+    documents = prompts([1000] * 5, start=20_000)
+    tails = prompts([20 + turn for turn in range(30)], start=26_000)
+    asked = [documents[turn % 5] + tails[turn] for turn in range(30)]
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda prompt: ask(server, prompt, 16), asked))
+    assert all(len(result["output_ids"]) == 16 for result in results)
+    assert sum(map(cached, results)) > 0
+    assert "Retract requests" not in server.log_text()
+    found = report(server)["bytes"]
+    assert found["claimed"] <= found["arena"]
+    assert_idle(server)
+
+
+def test_without_reuse_every_request_computes_its_own_prompt(servers: ServerPool) -> None:
+    server = servers.get(*TIERED, "--kv-tiering-prefix-reuse", "off")
+    (prompt,) = prompts([900], start=30_000)
+    assert [cached(ask(server, prompt)) for _ in range(2)] == [0, 0]
+    assert report(server)["kept_pages"] == 0
+    assert_idle(server)
+
+
+def test_at_budget_one_a_reused_prefix_is_as_good_as_new(servers: ServerPool) -> None:
+    server = servers.get(*TIERED, "--kv-tiering-budget", "1", "--kv-tiering-quant-fraction", "0")
+    (prompt,) = prompts([1500], start=32_000)
+    cold, warm = (answer(server, prompt, 24) for _ in range(2))
+    assert cached(ask(server, prompt)) == 1496
+    step = first_difference(cold.tokens, warm.tokens)
+    assert step is None or cold.gap(step, warm.tokens[step]) <= 0.25
+    assert_idle(server)
+
+
+@pytest.mark.slow
+def test_later_turns_about_a_document_start_four_times_faster(server: Server) -> None:
+    seconds: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for repeat in range(3):
+        turn, *questions = prompts([3000, 20, 20], start=40_000 + 3_100 * repeat)
+        for number in (1, 2, 3):
+            start = time.perf_counter()
+            result = ask(server, turn, tokens=1)
+            seconds[number].append(time.perf_counter() - start)
+            if number < 3:
+                turn = turn + result["output_ids"] + questions[number - 1]
+    first, *later = (statistics.median(seconds[number]) for number in (1, 2, 3))
+    print(f"first turn {first:.2f} s, then {later[0]:.2f} s and {later[1]:.2f} s")
+    assert first >= 4 * max(later)

@@ -1,0 +1,94 @@
+"""The pages that are kept for requests to come, as the host knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from qevict_tiers.budget import WindowBudget
+
+__all__ = ["Keep", "KeptPages"]
+
+_Pages = npt.NDArray[np.int64]
+
+
+class Keep(IntEnum):
+    """What is kept of a page for requests to come."""
+
+    NOTHING = 0
+    CODES = 1
+    """Codes in the layers that are routed, FULL copies in the others."""
+    FULL = 2
+    """FULL copies in all layers."""
+
+
+class KeptPages:
+    """What is kept of each page, and how many rows share it; in bytes, over all layers.
+
+    Its numbers follow from the order of the scheduler's decisions alone, so they are the same
+    on every rank. A page that rows share is locked: it must stay.
+    """
+
+    def __init__(self, budget: WindowBudget, num_pages: int) -> None:
+        self._keep = np.zeros(num_pages + 1, dtype=np.uint8)
+        self._locks = np.zeros(num_pages + 1, dtype=np.int32)
+        full = budget.num_layers * budget.full_bytes
+        codes = budget.num_full_layers * budget.full_bytes
+        codes += budget.num_tiered_layers * budget.coded_bytes
+        self._bytes = np.array([0, codes, full], dtype=np.int64)
+        self.num_bytes = 0
+        self.locked_bytes = 0
+        self.num_pages = 0
+
+    def keep(self, pages: Sequence[int], how: Keep) -> None:
+        """Keep pages that are not kept yet."""
+        index = np.asarray(pages, dtype=np.int64)
+        assert not self._keep[index].any(), "a page is kept twice"
+        self._keep[index] = how
+        self.num_bytes += len(index) * int(self._bytes[how])
+        self.num_pages += len(index)
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Keep pages no longer; those not kept are passed over."""
+        index = np.asarray(pages, dtype=np.int64)
+        self.num_bytes -= self._sum(index)
+        self.num_pages -= int(np.count_nonzero(self._keep[index]))
+        self._keep[index] = Keep.NOTHING
+
+    def lock(self, pages: Sequence[int]) -> None:
+        """One row more shares pages."""
+        index = np.asarray(pages, dtype=np.int64)
+        self.locked_bytes += self._sum(index[self._locks[index] == 0])
+        self._locks[index] += 1
+
+    def unlock(self, pages: Sequence[int]) -> None:
+        """One row less shares pages."""
+        index = np.asarray(pages, dtype=np.int64)
+        self._locks[index] -= 1
+        self.locked_bytes -= self._sum(index[self._locks[index] == 0])
+
+    def bytes_to_lock(self, pages: Iterable[int]) -> int:
+        """How much more would be locked if a row shared pages, too."""
+        index = np.fromiter(pages, dtype=np.int64)
+        return self._sum(index[self._locks[index] == 0])
+
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        """Bytes that are kept of pages."""
+        return self._sum(np.asarray(pages, dtype=np.int64))
+
+    def num_full(self, pages: Sequence[int]) -> int:
+        """How many of the first pages are kept FULL, until one is not."""
+        kept = self._keep[np.asarray(pages, dtype=np.int64)] == Keep.FULL
+        return int(kept.argmin()) if not kept.all() else len(kept)
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._keep.fill(0)
+        self._locks.fill(0)
+        self.num_bytes = self.locked_bytes = self.num_pages = 0
+
+    def _sum(self, index: _Pages) -> int:
+        return int(self._bytes[self._keep[index]].sum())
