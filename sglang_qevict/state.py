@@ -395,8 +395,6 @@ class TieringState:
 
     def report(self) -> dict[str, Any]:
         """What tiering holds now, for ``/server_info``."""
-        if not len(self.ledger):
-            self.drain()
         ledger = self.manager.ledger_bytes()
         occupancy = self.manager.occupancy()
         config = self.plan.budget.config

@@ -62,13 +62,17 @@ class Text(NamedTuple):
     salt: int = 0
 
 
+OWN_TEXT = Text()
+"""Nothing that another request has, too."""
+
+
 @dataclass
 class Request:
     """One request: its length, its row, and every original it has."""
 
     name: int
     prompt: int
-    text: Text = Text()
+    text: Text = OWN_TEXT
     row: int = -1
     shared: int = 0
     """Windows of a reused prefix."""
@@ -163,7 +167,7 @@ class MiniEngine:
 
     # -- what a scheduler does ---------------------------------------------------------
 
-    def first_chunk(self, prompt: int, limit: int, text: Text = Text(), new: int = 1) -> int:
+    def first_chunk(self, prompt: int, limit: int, text: Text = OWN_TEXT, new: int = 1) -> int:
         """Tokens that admission lets a new prompt start with; 0 if it has to wait."""
         if not self.free_rows:
             return 0
@@ -209,7 +213,7 @@ class MiniEngine:
         usable = self.state.ledger.usable_pages(pages, request.prompt, request.prompt + new)
         return pages[:usable]
 
-    def start(self, name: int, prompt: int, text: Text = Text(), new: int = 1) -> int:
+    def start(self, name: int, prompt: int, text: Text = OWN_TEXT, new: int = 1) -> int:
         """Admit a request; its prompt is extended chunk by chunk. Returns its cached tokens."""
         request = Request(name, prompt, text, row=self.free_rows.pop())
         self.state.rows_allocated([request.row])
@@ -230,9 +234,7 @@ class MiniEngine:
         while len(self.free_pages) < len(names) and self.evict():
             pass
         rows = [self.running[name].row for name in names]
-        return len(self.free_pages) >= len(names) and self.state.can_decode(
-            rows, self._evict_until
-        )
+        return len(self.free_pages) >= len(names) and self.state.can_decode(rows, self._evict_until)
 
     def _evict_until(self, enough: Callable[[], bool]) -> None:
         while not enough() and self.evict():

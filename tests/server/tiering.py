@@ -111,7 +111,7 @@ def assert_idle(server: Server) -> None:
     time.sleep(1)
     server.assert_clean()
     server.flush_cache()
-    assert not _held(found := report(server)), _held(found)
+    assert _held(report(server)) == {}
     server.assert_clean()
 
 

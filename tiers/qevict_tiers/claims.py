@@ -202,9 +202,7 @@ class RowClaims:
         untiered_layer = self._layer_bytes(most, most, 0, sharing)
         return budget.num_tiered_layers * tiered_layer + budget.num_full_layers * untiered_layer
 
-    def peak_bytes(
-        self, prompt_tokens: int, final_tokens: int, sharing: Sharing = PRIVATE
-    ) -> int:
+    def peak_bytes(self, prompt_tokens: int, final_tokens: int, sharing: Sharing = PRIVATE) -> int:
         """An upper bound of all claims on the way from a prompt to a length.
 
         A request may be retracted at any length between and prefilled anew from there, its

@@ -136,7 +136,10 @@ class TierManager:
         """
         n = pages.shape[0]
         owners = self._owners(slice(0, self.num_layers), pages)
-        has_full, has_codes = self.arena.full.table[owners] >= 0, self.arena.coded.table[owners] >= 0
+        has_full, has_codes = (
+            self.arena.full.table[owners] >= 0,
+            self.arena.coded.table[owners] >= 0,
+        )
         tiers = torch.full_like(owners, Tier.EVICTED, dtype=torch.uint8)
         tiers.masked_fill_(has_codes, Tier.CODED).masked_fill_(has_full, Tier.FULL)
         self.arena.full.retain(self._select(has_full, owners))
@@ -245,9 +248,7 @@ class TierManager:
             self._code_all(row, start, end)
         coded = self._routed_layers[:, None] & (keep is Keep.CODES)
         self.arena.full.retain(self._select(~coded & (self.arena.full.table[owners] >= 0), owners))
-        self.arena.coded.retain(
-            self._select(coded & (self.arena.coded.table[owners] >= 0), owners)
-        )
+        self.arena.coded.retain(self._select(coded & (self.arena.coded.table[owners] >= 0), owners))
         self.kept[pages] = int(keep)
 
     def _code_all(self, row: int, start: int, end: int) -> None:
@@ -256,9 +257,7 @@ class TierManager:
         index = torch.tensor([row], device=self.device)
         before = self.views.tier[:, index, :end]
         window = torch.arange(end, device=self.device)
-        demoted = (
-            (before == Tier.FULL) & self._routed_layers[:, None, None] & (window >= start)
-        )
+        demoted = (before == Tier.FULL) & self._routed_layers[:, None, None] & (window >= start)
         pages = self.views.page_table[index, :end].to(torch.int64)
         after, made = self._apply(
             everything, pages, before, torch.where(demoted, Tier.CODED, before), index
@@ -275,9 +274,7 @@ class TierManager:
         self.arena.coded.release(self._select(coded, owners))
         self.kept[pages] = Keep.NOTHING
 
-    def _kept_copies(
-        self, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _kept_copies(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Which FULL and which coded copies are kept of pages: masks of owners, ``[L, n]``."""
         owners = self._owners(slice(0, self.num_layers), pages)
         keep = self.kept[pages]
@@ -473,10 +470,7 @@ class TierManager:
             num_shadow=int(((full.table >= 0) & (coded.table >= 0)).sum()),
             num_unseen_full=int(((full.table >= 0) & ~in_use).sum()),
             num_unseen_coded=int(((coded.table >= 0) & ~in_use).sum()),
-            tables=full.table_bytes
-            + coded.table_bytes
-            + self.views.num_bytes
-            + self.kept.nbytes,
+            tables=full.table_bytes + coded.table_bytes + self.views.num_bytes + self.kept.nbytes,
         )
 
     def occupancy(self) -> Occupancy:

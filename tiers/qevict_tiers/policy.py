@@ -95,9 +95,7 @@ def route(
     start, end = limits.history_start[:, None], limits.history_end[:, None]
     private = window >= limits.shared[:, None]
     full = tiers == Tier.FULL
-    candidates = (
-        (window >= start) & (window < end) & ((full & private) | (tiers == Tier.CODED))
-    )
+    candidates = (window >= start) & (window < end) & ((full & private) | (tiers == Tier.CODED))
 
     order = rank_windows(scores, candidates)
     ranked_candidate = torch.gather(candidates, -1, order)
