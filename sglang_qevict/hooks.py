@@ -17,7 +17,7 @@ from sglang_qevict import arguments
 from sglang_qevict.admission import consider_prefix, continue_prompt, project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
-from sglang_qevict.refusals import refused_kv_dtype, refused_request
+from sglang_qevict.refusals import refused_kv_dtype, refused_prompt, refused_request
 from sglang_qevict.runtime import config_of, runtime
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,15 @@ def add_one_req(adder: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     consider_prefix(adder, request)
 
 
+def init_req_max_new_tokens(original: Any, scheduler: Any, request: Any) -> None:
+    """A prompt that can never fit gets HTTP 400 with what it would need; SGLang names no bytes."""
+    prompt_tokens = len(request.origin_input_ids)
+    original(scheduler, request)
+    if runtime.state is not None and request.to_finish is not None:
+        for sentence in refused_prompt(runtime.state.ledger, prompt_tokens):
+            request.to_finish.message = sentence
+
+
 def validate_beam_search(original: Any, coordinator: Any, req: Any, recv_req: Any) -> str | None:
     """Beam search gets HTTP 400 with our reason; SGLang's own asks for --page-size 1."""
     if runtime.active:
@@ -222,6 +231,11 @@ HOOKS: tuple[_Hook, ...] = (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         prepare_for_extend,
         HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.scheduler.Scheduler.init_req_max_new_tokens",
+        init_req_max_new_tokens,
+        HookType.AROUND,
     ),
     (
         f"{_SRT}.beam_search.coordinator.BeamCoordinator.validate_and_init",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
+from qevict_tiers.claims import ClaimLedger
 from qevict_tiers.config import TieringConfig
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "refused_flags",
     "refused_kv_dtype",
     "refused_model",
+    "refused_prompt",
     "refused_request",
 ]
 
@@ -276,6 +278,18 @@ def refused_request(request: Any) -> Iterator[str]:
     for refusal in REQUEST_REFUSALS:
         if refusal.found(request):
             yield f"KV tiering does not serve {refusal.what}, since {refusal.reason}."
+
+
+def refused_prompt(ledger: ClaimLedger, tokens: int) -> Iterator[str]:
+    """A sentence for a prompt that would not fit an empty server."""
+    needed = ledger.claims.peak_bytes(tokens, tokens)
+    if needed > ledger.capacity_bytes:
+        yield (
+            f"KV tiering: a prompt of {tokens} tokens takes {needed / 2**20:.1f} MiB of windows, but "
+            f"this server has {ledger.capacity_bytes / 2**20:.1f} MiB: shorten it, or start the "
+            "server with a larger --mem-fraction-static or --max-total-tokens, or a smaller "
+            "--kv-tiering-budget."
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

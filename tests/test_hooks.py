@@ -42,6 +42,29 @@ def test_beam_search_is_sglangs_business_without_tiering() -> None:
     assert _validate(_request(4)) == "SGLang's own answer"
 
 
+def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims = SimpleNamespace(peak_bytes=lambda prompt, final: prompt << 20)
+    ledger = SimpleNamespace(claims=claims, capacity_bytes=100 << 20)
+    monkeypatch.setattr(hooks.runtime, "state", SimpleNamespace(ledger=ledger))
+
+    def told(tokens: int) -> str:
+        request = SimpleNamespace(origin_input_ids=[0] * tokens, to_finish=None)
+
+        def sglang(scheduler: Any, request: Any) -> None:
+            request.origin_input_ids = [0]
+            request.to_finish = SimpleNamespace(message="SGLang's own reason")
+
+        hooks.init_req_max_new_tokens(sglang, None, request)
+        return str(request.to_finish.message)
+
+    assert told(101).startswith(
+        "KV tiering: a prompt of 101 tokens takes 101.0 MiB of windows, but this server has 100.0"
+    )
+    assert told(100) == "SGLang's own reason"
+
+
 @pytest.mark.parametrize(
     ("chunk", "mixed", "expected"),
     [

@@ -219,6 +219,21 @@ def test_retracted_requests_all_complete_and_answer_as_alone(servers: ServerPool
     _assert_same_up_to_a_near_tie(alone, answers[-1])
 
 
+def test_a_prompt_that_can_never_fit_is_told_what_it_would_need(servers: ServerPool) -> None:
+    server = servers.get(
+        *TIERED, "--max-total-tokens", "1200", "--schedule-conservativeness", "0.01"
+    )
+    (prompt,) = prompts([7500])
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        server.generate(prompt, max_new_tokens=1)
+    assert error.value.response.status_code == 400
+    assert re.search(
+        r"a prompt of 7500 tokens takes [\d.]+ MiB of windows, but this server has [\d.]+ MiB",
+        error.value.response.text,
+    )
+    assert_idle(server)
+
+
 @pytest.mark.slow
 def test_requests_that_are_retracted_after_a_demotion_all_complete(servers: ServerPool) -> None:
     flags = ("--max-total-tokens", "1300", "--schedule-conservativeness", "0.01")
