@@ -286,8 +286,8 @@ def refused_prompt(ledger: ClaimLedger, tokens: int) -> Iterator[str]:
     if needed > ledger.capacity_bytes:
         yield (
             f"KV tiering: a prompt of {tokens} tokens takes {needed / 2**20:.1f} MiB of windows, "
-            f"but this server has {ledger.capacity_bytes / 2**20:.1f} MiB: shorten it, or start the "
-            "server with a larger --mem-fraction-static or --max-total-tokens, or a smaller "
+            f"but this server has {ledger.capacity_bytes / 2**20:.1f} MiB: shorten it, or start "
+            "the server with a larger --mem-fraction-static or --max-total-tokens, or a smaller "
             "--kv-tiering-budget."
         )
 
