@@ -16,15 +16,10 @@ _Limit = TypeVar("_Limit", int, int | None)
 
 
 class _Candidate(NamedTuple):
-    """A request that this pass may admit.
-
-    prefill: its claim now. grown: the most as it grows. locked: what is kept of its prefix
-    and must stay from now on. All in bytes.
-    """
+    """A request that this pass may admit: its claim now and the most as it grows, in bytes."""
 
     prefill: int
     grown: int
-    locked: int
 
 
 class Continued(NamedTuple):
@@ -56,8 +51,8 @@ class TieredPrefillBudget(PrefillBudget):
         self.prefix: Sequence[int] = ()
         self._ledger = ledger
         self._locked: set[int] = set()
-        self._candidate = _Candidate(0, 0, 0)
-        self._admitted = _Candidate(0, 0, 0)
+        self._candidate = _Candidate(0, 0)
+        self._admitted = _Candidate(0, 0)
         self._truncates = False
         self._has_truncated = False
 
@@ -88,9 +83,6 @@ class TieredPrefillBudget(PrefillBudget):
         self._candidate = _Candidate(
             prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing),
             grown=claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing),
-            locked=self._ledger.kept.bytes_to_lock(
-                page for page in self.prefix if page not in self._locked
-            ),
         )
         if not self._has_room(self._candidate):
             return False, None
@@ -145,8 +137,9 @@ class TieredPrefillBudget(PrefillBudget):
         """Tokens that may still be promised: what pages and what bytes allow, the lesser."""
         budget = self._ledger.claims.budget
         page_bytes = budget.num_layers * budget.full_bytes * budget.config.budget
-        admitted = self._admitted.prefill + self._admitted.locked
-        free = self._ledger.capacity_bytes - self._ledger.least_bytes - admitted
+        ledger = self._ledger
+        needed = ledger.least_bytes + ledger.kept.bytes_to_lock(self._locked)
+        free = ledger.capacity_bytes - needed - self._admitted.prefill
         return min(self._free_page_tokens, int(free / page_bytes) * self.page_size)
 
     @property
@@ -158,7 +151,9 @@ class TieredPrefillBudget(PrefillBudget):
         ledger, admitted = self._ledger, self._admitted
         now = ledger.least_bytes + admitted.prefill + candidate.prefill
         later = ledger.projected_bytes(self.final_tokens) + admitted.grown + candidate.grown
-        return max(now, later) + admitted.locked + candidate.locked <= ledger.capacity_bytes
+        # Asked anew each time: a pass may preempt a row that shared these pages.
+        locked = ledger.kept.bytes_to_lock(self._locked.union(self.prefix))
+        return max(now, later) + locked <= ledger.capacity_bytes
 
     def _chunk_limit(self, prompt: int, start: int, limit: _Limit) -> int | _Limit:
         """SGLang's limit, shortened so that a chunk ends at a routing point at most."""

@@ -148,6 +148,7 @@ def prepare_for_extend(result: None, batch: Any) -> None:
             len(request.full_untruncated_fill_ids),
             request.prefix_len,
             request.extend_end,
+            publishes=not request.skip_radix_cache_insert,
         )
     state.make_room(batch.tree_cache.evict_until)
 

@@ -17,8 +17,9 @@ from sglang_qevict.runtime import runtime
 
 __all__ = ["TieredRadixCache", "create_cache"]
 
-_LEAF_WINDOWS = 64
-"""Windows that one leaf may have: what is evicted at once."""
+_LEAF_WINDOWS, _MAX_LEAVES = 64, 32
+"""Windows that one leaf may have, which is what is evicted at once; but a request is not split into
+more leaves, since every split walks the tree."""
 
 
 class TieredRadixCache(UnifiedRadixCache):
@@ -41,6 +42,8 @@ class TieredRadixCache(UnifiedRadixCache):
         first, last = start // self.page_size, up_to // self.page_size
         own = state.pages(row, first, last)
         super().checkpoint(req, up_to=up_to, **kwargs)
+        last = req.kv.cache_protected_len // self.page_size
+        own = own[: last - first]
         # Where the tree had these tokens already, the row has its pages now, not its own.
         adopted = [a == b for a, b in zip(own, state.pages(row, first, last), strict=True)]
         new = adopted.index(True) if any(adopted) else len(own)
@@ -94,8 +97,9 @@ class TieredRadixCache(UnifiedRadixCache):
     def _bound_leaves(self, req: Any, start: int, end: int) -> None:
         """Split what was just inserted, so that it can be evicted piece by piece from its end."""
         tokens = req.full_untruncated_fill_ids
-        first = (start // _LEAF_WINDOWS + 1) * _LEAF_WINDOWS
-        for boundary in range(first, end, _LEAF_WINDOWS):
+        leaf = max(_LEAF_WINDOWS, -(-(end - start) // _MAX_LEAVES))
+        first = (start // leaf + 1) * leaf
+        for boundary in range(first, end, leaf):
             self.touch_prefix(
                 RadixKey(
                     tokens,

@@ -13,8 +13,8 @@ import torch
 
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import PrefixReuse
-from qevict_tiers.kept import Keep
-from qevict_tiers.manager import UNLIMITED, TierManager
+from qevict_tiers.kept import UNLIMITED, Keep
+from qevict_tiers.manager import TierManager
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
 
@@ -106,23 +106,31 @@ class TieringState:
         """Rows were given to new requests (``ReqToTokenPool.register_on_alloc_rows``)."""
         self._events.extend(_Open(row) for row in rows)
 
-    def extend_prepared(self, row: int, prompt_tokens: int, start: int, end: int) -> None:
+    def extend_prepared(
+        self, row: int, prompt_tokens: int, start: int, end: int, publishes: bool = True
+    ) -> None:
         """The next launch prefills tokens ``[start, end)`` of a row.
 
         What is before the first of them is the reused prefix, whole pages that are kept.
+        ``publishes``: whether the row may leave its windows when it ends.
         """
         if row not in self.ledger:
             self.ledger.admit(
                 row,
                 Prompt(prompt_tokens, whole=end == prompt_tokens),
-                UNLIMITED if self._reuses else 0,
-                self.pages(row, 0, start // self._window),
+                UNLIMITED if self._reuses and publishes else 0,
+                self.pages(row, 0, start // self._window) if start else (),
             )
+            if not publishes:
+                self._events.append(_Limit(row, 0))
         self.ledger.advance(row, end)
 
     def publishable_tokens(self, row: int) -> int:
-        """Leading tokens of a row that may be kept if it ends now; whole windows."""
-        return self.ledger.publishable(row) * self._window if row in self.ledger else 0
+        """Leading tokens of a row that may be kept if it ends now: no more than were launched."""
+        if row not in self.ledger:
+            return 0
+        launched = self._view_tokens.get(row, 0)
+        return min(self.ledger.publishable(row) * self._window, launched)
 
     def pages(self, row: int, start: int, end: int) -> list[int]:
         """Pages of windows ``[start, end)`` of a row (waits for the device)."""
@@ -133,10 +141,10 @@ class TieringState:
 
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
         """Keep windows of a row that ends: ``pages`` are those from window ``start`` on."""
-        budget, end = self.plan.budget, start + len(pages)
-        is_tiered = budget.is_tiered(self.ledger.stored_tokens(row))
-        # Sink windows are never routed; nor is anything of a row that is short.
-        first_coded = max(start, min(end, budget.sink_windows)) if is_tiered else end
+        end, first_coded = start + len(pages), start + len(pages)
+        if self.ledger.was_routed(row):
+            # Sink windows never are.
+            first_coded = max(start, min(end, self.plan.budget.sink_windows))
         for first, last, keep in (
             (start, first_coded, Keep.FULL),
             (first_coded, end, Keep.CODES),
@@ -161,9 +169,9 @@ class TieringState:
         )
 
     def make_room(self, evict_until: EvictUntil) -> bool:
-        """Make room for all that was admitted; False if what was kept for reuse is not enough."""
+        """Make room for what was granted; False if what was kept for reuse is not enough."""
         return self._make_room(
-            lambda: self.ledger.promised_bytes - self.ledger.capacity_bytes, evict_until
+            lambda: self.ledger.total_bytes - self.ledger.capacity_bytes, evict_until
         )
 
     def _make_room(self, excess: Callable[[], int], evict_until: EvictUntil) -> bool:

@@ -26,6 +26,7 @@ from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
+AllocateSlots = Callable[[torch.Tensor], torch.Tensor]
 MakeKernels = Callable[[WindowGeometry, RotaryTable], AttentionKernels]
 
 
@@ -162,8 +163,29 @@ class MiniEngine:
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self.worst_error = 0.0
-        self._covered = 0
-        """What claims covered when the launch in progress was decided."""
+        self._covered = self._granted = 0
+        """Bytes that claims covered when the last launch was decided, and the one before."""
+        self._watch_allocations()
+
+    def _watch_allocations(self) -> None:
+        """No copy is ever made beyond what claims cover: before a launch changes anything, what
+        the last one was granted; after that, its own."""
+        arena = self.manager.arena
+        for side in (arena.full, arena.coded):
+
+            def allocate(
+                owners: torch.Tensor, original: AllocateSlots = side.allocate
+            ) -> torch.Tensor:
+                slots = original(owners)
+                covered = max(self._covered, self._granted)
+                assert arena.used_bytes <= covered <= arena.capacity_bytes
+                return slots
+
+            side.allocate = allocate  # type: ignore[method-assign]
+
+    def _cover(self) -> None:
+        """A launch was decided: what is granted now covers it."""
+        self._granted, self._covered = self._covered, self.state.ledger.total_bytes
 
     # -- what a scheduler does ---------------------------------------------------------
 
@@ -273,7 +295,7 @@ class MiniEngine:
         for request in requests:
             self._allocate(request, request.stored + 1)
         self._announce(requests)
-        self._covered = self.state.ledger.total_bytes
+        self._cover()
         self.state.start_decode([r.row for r in requests], [r.stored for r in requests])
         rows = torch.tensor([r.row for r in requests])
         lengths = torch.tensor([r.stored for r in requests])
@@ -410,7 +432,7 @@ class MiniEngine:
 
     def _launch_extend(self, requests: list[Request], starts: list[int]) -> None:
         ends = [r.stored for r in requests]
-        self._covered = self.state.ledger.total_bytes
+        self._cover()
         chunks = self.state.start_extend([r.row for r in requests], starts, ends)
         score_starts = torch.tensor([chunk.score_start for chunk in chunks])
         tokens = [

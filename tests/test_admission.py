@@ -17,6 +17,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import TieringConfig
+from qevict_tiers.kept import Keep
 from sglang_qevict.admission import Continued, TieredPrefillBudget, project_running
 from sglang_qevict.capacity import CapacityPlan, describe, plan_capacity
 from sglang_qevict.pool import TieredAllocator
@@ -448,6 +449,50 @@ def test_growth_is_read_from_the_running_batch_of_sglangs_adder() -> None:
     )
     project_running(adder)
     assert budget.final_tokens == {3: 147}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    plan=SMALL_PLANS,
+    prompt=st.integers(2, 8000),
+    share=st.floats(0, 1),
+    new=st.integers(1, 2000),
+    full=st.integers(0, 80),
+)
+def test_an_idle_server_admits_what_it_lets_reuse_a_prefix(
+    plan: CapacityPlan, prompt: int, share: float, new: int, full: int
+) -> None:
+    scheduler = Scheduler(plan)
+    ledger = scheduler.ledger
+    pages = list(range(1, min(plan.num_pages, int(share * (prompt - 1)) // 8) + 1))
+    ledger.kept.keep(pages[:full], Keep.FULL)
+    ledger.kept.keep(pages[full:], Keep.CODES)
+    usable = ledger.usable_pages(pages, prompt, prompt + new)
+    if not usable:
+        return
+    budget = scheduler.new_pass()
+    budget.prefix = pages[:usable]
+    fits, limit = ask(budget, prompt, new, start=8 * usable, limit=plan.claims.chunk_tokens)
+    assert fits
+    assert limit is None or limit > 0
+
+
+def test_a_prefix_stays_paid_for_when_the_row_that_locked_it_is_preempted_in_the_same_pass() -> (
+    None
+):
+    scheduler = Scheduler(make_plan(tokens=4096))
+    ledger, pages = scheduler.ledger, list(range(1, 151))
+    ledger.kept.keep(pages, Keep.CODES)
+    ledger.admit(1, Prompt(1300, whole=True), pages=pages)
+    budget = scheduler.new_pass()
+    budget.prefix = pages
+    assert ask(budget, 1300, start=1200)[0]
+    budget.prefix = ()
+    with_prefix = budget.remaining_total
+    ledger.remove(1)
+    freed = budget.remaining_total
+    ledger.kept.drop(pages)
+    assert budget.remaining_total > freed >= with_prefix
 
 
 # --- intake ---

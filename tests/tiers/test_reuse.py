@@ -252,7 +252,7 @@ def test_a_burst_into_a_full_pool_reuses_no_wrong_byte_and_retracts_nobody() -> 
 
 
 def test_what_is_kept_makes_room_first_then_what_requests_would_leave() -> None:
-    engine = make_engine(kv_tokens=700)
+    engine = make_engine(kv_tokens=740)
     ledger = engine.state.ledger
 
     def rights() -> int:
@@ -295,6 +295,28 @@ def test_kept_pages_count_their_bytes_once_and_locked_ones_apart() -> None:
     kept.unlock([3, 6])
     assert kept.locked_bytes == codes
     kept.unlock([3])
-    kept.drop([3, 4, 9])
+    kept.drop([3, 4])
     assert (kept.num_pages, kept.num_bytes, kept.locked_bytes) == (2, codes + full, 0)
     assert kept.num_full([6, 5, 6]) == 1
+
+
+def test_a_request_that_ends_just_beyond_min_context_never_makes_more_than_it_claims() -> None:
+    """Its last interval ends at min_context, where nothing is routed, so it has no codes yet."""
+    engine = make_engine()
+    for name, prompt in enumerate(range(88, 118), 1):
+        # `MiniEngine` looks at each copy that is made.
+        serve(engine, name, prompt, Text(name, 640), steps=113 - prompt if prompt < 113 else 1)
+        assert engine.problems() == []
+
+
+def test_rights_that_were_given_up_leave_every_row_with_what_it_is_granted() -> None:
+    """Right after a prefill a row is granted less than a smaller right would make of it anew."""
+    for prompt in range(113, 220, 3):
+        engine = make_engine(kv_tokens=740)
+        engine.start(1, prompt, Text(1, 640))
+        prefill(engine, 1)
+        ledger = engine.state.ledger
+        before, promised = ledger.total_bytes, ledger.promised_bytes
+        ledger.limit_publishing(lambda held=before: ledger.total_bytes - held + 1)
+        assert ledger.total_bytes <= before
+        assert ledger.total_bytes <= promised

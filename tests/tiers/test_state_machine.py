@@ -80,7 +80,8 @@ class RequestLives(RuleBasedStateMachine):
         return [n for n, r in self.engine.running.items() if r.stored < r.prompt]
 
     @rule(
-        prompt=st.integers(1, 120),
+        # Around min_context, and the lengths from which a routing interval ends there.
+        prompt=st.one_of(st.integers(1, 120), st.sampled_from([25, 30, 35, 40, 41, 42])),
         chunk=st.integers(1, 130),
         text=st.builds(
             Text, st.integers(1, 2), st.sampled_from([0, 30, 61, 120]), st.sampled_from([0, 0, 1])

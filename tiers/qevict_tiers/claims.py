@@ -14,6 +14,7 @@ A row passes through these phases::
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
-from qevict_tiers.kept import KeptPages
+from qevict_tiers.kept import UNLIMITED, KeptPages
 
 __all__ = ["PRIVATE", "ClaimLedger", "Prompt", "RowClaims", "Sharing"]
 
@@ -113,6 +114,12 @@ class RowClaims:
             and self.budget.is_tiered(stored_tokens)
         )
 
+    def was_routed(self, prompt_tokens: int, stored_tokens: int) -> bool:
+        """True if a row that has launched so many tokens was routed: else all its own is FULL."""
+        omega = self.budget.config.route_every
+        events = max(0, stored_tokens - 1 - prompt_tokens) // omega
+        return self.budget.is_tiered(prompt_tokens + events * omega)
+
     def request_full_bytes(self, tokens: int, shared: int = 0) -> int:
         """Bytes of a request that is FULL in every layer, less its shared windows."""
         budget = self.budget
@@ -141,7 +148,10 @@ class RowClaims:
 
     def least_prefill_bytes(self, prompt_tokens: int, sharing: Sharing = PRIVATE) -> int:
         """`prefill_bytes` in the leanest way that this prompt may take."""
-        whole = prompt_tokens - sharing.shared * self.budget.config.window <= self.chunk_tokens
+        start = sharing.shared * self.budget.config.window
+        whole = prompt_tokens - start <= min(
+            self.chunk_tokens, self.chunk_limit(prompt_tokens, start)
+        )
         return self.prefill_bytes(Prompt(prompt_tokens, whole), sharing)
 
     def decode_bytes(
@@ -267,11 +277,16 @@ class RowClaims:
         return self._layer_bytes(windows, full, held, sharing)
 
 
+_LIMIT_WINDOWS = 16
+"""What a row may leave is lowered by so many windows at a time."""
+
+
 @dataclass
 class _Row:
     """``claim`` is granted; ``next_claim`` is what the row's next token will need.
 
     granted, wanted: the stored tokens that the two are computed from, None in the prompt.
+    launched: whether what was granted is under way, so that no more than the next is needed.
     least: ``next_claim`` if the row left nothing to others.
     """
 
@@ -281,9 +296,15 @@ class _Row:
     stored: int = 0
     granted: int | None = None
     wanted: int | None = None
+    launched: bool = False
     claim: int = 0
     next_claim: int = 0
     least: int = 0
+
+    @property
+    def is_unlimited(self) -> bool:
+        """True if all that it will have may be left."""
+        return self.sharing.publishable == UNLIMITED
 
 
 class ClaimLedger:
@@ -332,10 +353,6 @@ class ClaimLedger:
         """Length of the prompt of a row."""
         return self._rows[row].prompt.tokens
 
-    def stored_tokens(self, row: int) -> int:
-        """Tokens that a row has, the launch under way included."""
-        return self._rows[row].stored
-
     def sharing(self, row: int) -> Sharing:
         """What a row shares and may leave."""
         return self._rows[row].sharing
@@ -354,52 +371,60 @@ class ClaimLedger:
         usable = len(pages)
         if prompt_tokens <= self.claims.budget.config.min_context:
             usable = self.kept.num_full(pages)
-        peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(usable))
-        if self.kept.bytes_of(pages[:usable]) + peak > self.capacity_bytes:
-            return 0
-        return usable
+        for count in range(usable, 0, -_LIMIT_WINDOWS):
+            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(count))
+            if self.kept.bytes_of(pages[:count]) + peak <= self.capacity_bytes:
+                return count
+        return 0
+
+    def was_routed(self, row: int) -> bool:
+        """True if a row was routed by the launch under way at the latest."""
+        state = self._rows[row]
+        return self.claims.was_routed(state.prompt.tokens, state.stored)
 
     def advance(self, row: int, stored_tokens: int) -> None:
         """The next launch brings a row to ``stored_tokens``: what it needs is granted."""
         state = self._rows[row]
         state.stored = stored_tokens
+        state.launched = False
         state.granted, state.claim = state.wanted, state.next_claim
 
     def launched(self, row: int) -> None:
         """The launch that ``advance`` announced is under way: the one after it counts now."""
         state = self._rows[row]
         if state.stored >= state.prompt.tokens:
-            claims, tokens = self.claims, state.prompt.tokens
-            state.wanted = state.stored
-            state.next_claim = claims.decode_bytes(tokens, state.stored, state.sharing)
-            state.least = claims.decode_bytes(tokens, state.stored, state.sharing.least)
-            if state.next_claim < state.claim:
-                state.granted, state.claim = state.wanted, state.next_claim
+            state.wanted, state.launched = state.stored, True
+            self._reckon(state)
 
     def limit_publishing(self, excess: Callable[[], int]) -> list[tuple[int, int]]:
-        """Let rows leave less, the newest first, until ``excess`` bytes are none.
+        """Let rows leave less until ``excess`` bytes are none, or all leave nothing.
 
-        Returns the rows that leave less and how many windows they may still leave. The bytes
-        are free once the copies are dropped, which must be before the next launch.
+        Those that leave less already come first, then the newest. Returns the rows and how
+        many windows they may still leave. The bytes are free once the copies are dropped,
+        which must be before the next launch.
         """
         limited = []
-        layers = self.claims.budget.num_tiered_layers
-        for row in reversed(self._rows):
-            if (too_much := excess()) <= 0:
+        newest_first = list(reversed(self._rows.items()))
+        for row, state in sorted(newest_first, key=lambda item: item[1].is_unlimited):
+            if excess() <= 0:
                 break
-            state = self._rows[row]
-            shared, publishable = state.sharing
-            tokens = max(state.stored, state.prompt.tokens)
-            most = min(publishable, self.claims.budget.num_windows(tokens) + 2)
-            if most <= shared or state.next_claim == state.least:
+            if state.next_claim == state.least:
                 continue
-            # Codes of what the row sees itself take the place of those of others, so that
-            # less may be saved than is given up.
-            step = max(1, -(-too_much // (layers * self.claims.budget.coded_bytes)))
-            while excess() > 0 and most > shared:
-                most = max(shared, most - step)
+            shared = state.sharing.shared
+            tokens = max(state.stored, state.prompt.tokens)
+            windows = self.claims.budget.num_windows(tokens)
+            # By pieces, so that this is not done for every token.
+            pieces = [*range(shared, min(windows, state.sharing.publishable), _LIMIT_WINDOWS)]
+
+            def too_much(most: int, state: _Row = state, shared: int = shared) -> bool:
                 state.sharing = Sharing(shared, most)
                 self._reckon(state)
+                return excess() > 0
+
+            # The more it leaves, the more is claimed: the most that is not too much.
+            fitting = bisect.bisect_left(pieces, True, key=too_much)
+            most = pieces[max(0, fitting - 1)] if pieces else shared
+            too_much(most)
             limited.append((row, most))
         return limited
 
@@ -441,6 +466,8 @@ class ClaimLedger:
         """Compute a row's claims anew."""
         state.claim = self._claim(state, state.granted, state.sharing)
         state.next_claim = self._claim(state, state.wanted, state.sharing)
+        if state.launched and state.next_claim < state.claim:
+            state.granted, state.claim = state.wanted, state.next_claim
         state.least = self._claim(state, state.wanted, state.sharing.least)
 
     def _claim(self, state: _Row, stored: int | None, sharing: Sharing) -> int:

@@ -10,9 +10,13 @@ import numpy.typing as npt
 
 from qevict_tiers.budget import WindowBudget
 
-__all__ = ["Keep", "KeptPages"]
+__all__ = ["UNLIMITED", "Keep", "KeptPages"]
 
 _Pages = npt.NDArray[np.int64]
+
+
+UNLIMITED = 1 << 40
+"""More windows than any request has: all that it will have may be published."""
 
 
 class Keep(IntEnum):
@@ -52,10 +56,11 @@ class KeptPages:
         self.num_pages += len(index)
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Keep pages no longer; those not kept are passed over."""
+        """Keep pages no longer."""
         index = np.asarray(pages, dtype=np.int64)
+        assert self._keep[index].all(), "a page is dropped that is not kept"
         self.num_bytes -= self._sum(index)
-        self.num_pages -= int(np.count_nonzero(self._keep[index]))
+        self.num_pages -= len(index)
         self._keep[index] = Keep.NOTHING
 
     def lock(self, pages: Sequence[int]) -> None:

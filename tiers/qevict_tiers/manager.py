@@ -13,18 +13,14 @@ from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import PrefixReuse, Promotion
-from qevict_tiers.kept import Keep
+from qevict_tiers.kept import UNLIMITED, Keep
 from qevict_tiers.ledger import Counter, Counters, LedgerBytes
 from qevict_tiers.policy import Limits, Tier, route
 from qevict_tiers.views import Views
 
-__all__ = ["UNLIMITED", "Occupancy", "StorePlaces", "TierManager"]
+__all__ = ["Occupancy", "StorePlaces", "TierManager"]
 
 logger = logging.getLogger(__name__)
-
-
-UNLIMITED = 1 << 40
-"""More windows than any request has: all that it will have may be published."""
 
 
 class StorePlaces(NamedTuple):
@@ -268,7 +264,7 @@ class TierManager:
         self.views.set_tiers(everything, index, tiers, self.views.outranked[:, index])
 
     def drop(self, pages: torch.Tensor) -> None:
-        """Keep pages (int64 ``[n]``) no longer; those not kept are passed over."""
+        """Keep pages (int64 ``[n]``) no longer."""
         full, coded, owners = self._kept_copies(pages)
         self.arena.full.release(self._select(full, owners))
         self.arena.coded.release(self._select(coded, owners))
