@@ -161,9 +161,9 @@ def _is_recurrent(model: Any) -> bool:
 
 
 def _has_sliding_window(model: Any) -> bool:
-    return bool(model.is_hybrid_swa or model.attention_chunk_size) or (
-        model.sliding_window_size is not None and model.sliding_window_size > -1
-    )
+    # Without one, most configurations say None, Qwen2-MoE's 0.
+    has_window = (model.sliding_window_size or 0) > 0
+    return bool(model.is_hybrid_swa or model.attention_chunk_size or has_window)
 
 
 MODEL_REFUSALS: tuple[Refusal, ...] = (

@@ -235,6 +235,7 @@ _MLA, _SWA, _MAMBA, _HEAD, _SINKS, _CAP, _SHARED, _M_ROPE, _ENCODER, _DTYPE, _HE
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (_PLAIN, []),
     "qwen2": (_model("Qwen2ForCausalLM", "qwen2", sliding_window=512), []),
+    "qwen2_moe": (_model("Qwen2MoeForCausalLM", "qwen2_moe", sliding_window=512), []),
     "qwen3": (_model("Qwen3ForCausalLM", "qwen3"), []),
     "mistral": (_model("MistralForCausalLM", "mistral", sliding_window=None), []),
     "deepseek_v2": (_model("DeepseekV2ForCausalLM", "deepseek_v2", **_LATENT), [_MLA]),
