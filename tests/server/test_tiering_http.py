@@ -45,6 +45,7 @@ def test_a_stream_brings_the_same_text_as_one_answer(server: Server) -> None:
     (prompt,) = prompts([600])
     params = {"temperature": 0, "max_new_tokens": 24}
     whole = server.generate(prompt, **params)
+    server.flush_cache()
     body = {"input_ids": prompt, "sampling_params": params, "stream": True}
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]

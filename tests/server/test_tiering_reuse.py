@@ -124,6 +124,7 @@ def test_a_burst_over_few_prefixes_into_a_full_pool(servers: ServerPool) -> None
     assert_idle(server)
 
 
+@pytest.mark.slow
 def test_without_reuse_every_request_computes_its_own_prompt(servers: ServerPool) -> None:
     server = servers.get(*TIERED, "--kv-tiering-prefix-reuse", "off")
     (prompt,) = prompts([900], start=30_000)
@@ -132,6 +133,7 @@ def test_without_reuse_every_request_computes_its_own_prompt(servers: ServerPool
     assert_idle(server)
 
 
+@pytest.mark.slow
 def test_at_budget_one_a_reused_prefix_is_as_good_as_new(servers: ServerPool) -> None:
     server = servers.get(*TIERED, "--kv-tiering-budget", "1", "--kv-tiering-quant-fraction", "0")
     (prompt,) = prompts([1500], start=32_000)
