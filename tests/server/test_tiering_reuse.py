@@ -108,6 +108,7 @@ def test_samples_of_one_prompt_reuse_it(server: Server) -> None:
     assert [cached(sample) for sample in samples] == [792] * 3
 
 
+@pytest.mark.slow
 def test_a_burst_over_few_prefixes_into_a_full_pool(servers: ServerPool) -> None:
     """Each of 30 requests ends, nothing leaks, and the cache gives way before any request does."""
     server = servers.get(*TIERED, "--max-total-tokens", "2500")
