@@ -125,6 +125,8 @@ class QEvictAttentionBackend(AttentionBackend):
         require_hooks()
         plan = runtime.require_plan()
         pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
+        # SGLang's models find the pools through the backend (its ``forward_context``).
+        self.token_to_kv_pool, self.req_to_token_pool = pool, requests
         with refusing(runner.server_args):
             _require_plain_attention(runner.model, plan.budget, pool.start_layer)
             rotary = find_rotary(runner.model, runner.device)
