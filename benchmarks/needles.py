@@ -87,7 +87,8 @@ def search(server: Server, documents: int, characters: int, bar: Any) -> tuple[F
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print and write."""
-    documents = 4 if options.quick else options.documents
+    documents = 2 if options.quick else options.documents
+    characters = options.characters // 2 if options.quick else options.characters
     machine = begin(options)
     rows: list[Row] = []
     full: Found = {}
@@ -99,13 +100,13 @@ def run(options: argparse.Namespace) -> None:
                 Servers(*flags, budget=options.budget, names=(name,)) as servers,
                 servers.running(name) as server,
             ):
-                found, cached = search(server, documents, options.characters, bar)
+                found, cached = search(server, documents, characters, bar)
             full = full or found
             known = [fact for fact, there in full.items() if there]
             rows.append(
                 {
                     "variant": variant,
-                    "context": options.characters // 4,
+                    "context": characters // 4,
                     "batch": 1,
                     "facts": len(found),
                     "found": sum(found.values()),
@@ -121,9 +122,12 @@ def main() -> None:
     """Parse options and run."""
     options = parser(__doc__)
     options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
-    options.add_argument("--documents", type=int, default=16, help="texts (default: 16, quick: 4)")
+    options.add_argument("--documents", type=int, default=16, help="texts (default: 16, quick: 2)")
     options.add_argument(
-        "--characters", type=int, default=12_000, help="length of a text (default: 12000)"
+        "--characters",
+        type=int,
+        default=12_000,
+        help="length of a text (default: 12000, quick: half)",
     )
     run(options.parse_args())
 
