@@ -134,9 +134,7 @@ class TieringState:
 
     def pages(self, row: int, start: int, end: int) -> list[int]:
         """Pages of windows ``[start, end)`` of a row (waits for the device)."""
-        window = self._window
-        locations = self._req_to_token[row, start * window : end * window : window]
-        pages: list[int] = (locations // window).tolist()
+        pages: list[int] = self._pages(row, start * self._window, end * self._window)[1].tolist()
         return pages
 
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:

@@ -328,13 +328,9 @@ class ClaimLedger:
         return sum(row.claim for row in self._rows.values()) + self.kept.num_bytes
 
     @property
-    def promised_bytes(self) -> int:
-        """Sum of all claims once every row has launched its next token."""
-        return sum(row.next_claim for row in self._rows.values()) + self.kept.num_bytes
-
-    @property
     def least_bytes(self) -> int:
-        """``promised_bytes`` if nothing were kept that no row shares, and rows left nothing."""
+        """What all claim once every row has launched its next token, at the least: if nothing
+        were kept that no row shares, and rows left nothing."""
         return sum(row.least for row in self._rows.values()) + self.kept.locked_bytes
 
     def admit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -293,18 +292,9 @@ class TierManager:
         """
         config = self.budget.config
         index = torch.tensor(rows, device=self.device)
-        ranges = [self.budget.history(n) for n in tokens]
-        capacities = [self.budget.capacities(n) for n in tokens]
         width = max(self.budget.num_windows(n) for n in tokens)
         before = self.views.tier[layers, index, :width]
-        limits = Limits(
-            history_start=torch.tensor([start for start, _ in ranges], device=self.device),
-            history_end=torch.tensor([end for _, end in ranges], device=self.device),
-            shared=self.views.shared[index],
-            max_full=torch.tensor([limit.full for limit in capacities], device=self.device),
-            max_coded=torch.tensor([limit.coded for limit in capacities], device=self.device),
-            coded_per_full=Fraction(self.budget.charged_full_bytes, self.budget.coded_bytes),
-        )
+        limits = Limits.of(self.budget, tokens, self.views.shared[index])
         routed = route(self.views.score[layers, index, :width], before, limits, config.promote)
         is_routed = self._routed_layers[layers, None, None]
         after = torch.where(is_routed, routed.tiers, before)
@@ -449,21 +439,24 @@ class TierManager:
         """Scores of one layer, float32 ``[rows, N]``, to be added to by attention."""
         return self.views.score[layer]
 
+    def _open_views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The open rows, and the owners and tiers of all their windows: ``[n]``, ``[L, n, N]``."""
+        rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
+        pages = self.views.page_table[rows].to(torch.int64)
+        return rows, self._owners(slice(0, self.num_layers), pages), self.views.tier[:, rows]
+
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""
         full, coded = self.arena.full, self.arena.coded
-        rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
-        owners = self._owners(
-            slice(0, self.num_layers), self.views.page_table[rows].to(torch.int64)
-        )
-        tier = self.views.tier[:, rows]
-        in_use = (full.table >= 0) & (coded.table >= 0)
+        _, owners, tier = self._open_views()
+        shadows = (full.table >= 0) & (coded.table >= 0)
+        in_use = shadows.clone()
         in_use[owners[(tier == Tier.FULL) | (tier == Tier.CODED)]] = True
         return LedgerBytes.of(
             self.budget.geometry,
             num_full=int(full.count),
             num_coded=int(coded.count),
-            num_shadow=int(((full.table >= 0) & (coded.table >= 0)).sum()),
+            num_shadow=int(shadows.sum()),
             num_unseen_full=int(((full.table >= 0) & ~in_use).sum()),
             num_unseen_coded=int(((coded.table >= 0) & ~in_use).sum()),
             tables=full.table_bytes + coded.table_bytes + self.views.num_bytes + self.kept.nbytes,
@@ -471,8 +464,7 @@ class TierManager:
 
     def occupancy(self) -> Occupancy:
         """Windows per tier and layer, over all open rows (waits for the device)."""
-        rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
-        tier = self.views.tier[:, rows]
+        _, _, tier = self._open_views()
 
         def per_layer(kind: Tier) -> list[int]:
             counts: list[int] = (tier == kind).flatten(1).sum(1).tolist()
@@ -487,12 +479,8 @@ class TierManager:
         hold, each view finds its copies, and the bytes fit the arena.
         """
         problems = self.arena.check_integrity()
-        rows = sorted(self.open_rows)
-        problems += self.views.check_integrity(rows)
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        everything = slice(0, self.num_layers)
-        owners = self._owners(everything, self.views.page_table[index].to(torch.int64))
-        tier = self.views.tier[:, index]
+        problems += self.views.check_integrity(sorted(self.open_rows))
+        index, owners, tier = self._open_views()
         for side, kind in ((self.arena.full, Tier.FULL), (self.arena.coded, Tier.CODED)):
             if bool((side.table[owners[tier == kind]] < 0).any()):
                 problems.append(f"a {kind.name} window of a view has no copy")

@@ -5,6 +5,7 @@ It knows neither memory nor engine. Higher scores mean more attention received.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
 
 __all__ = ["Limits", "Routed", "Tier", "rank_windows", "route"]
@@ -58,6 +60,24 @@ class Limits:
     max_full: torch.Tensor
     max_coded: torch.Tensor
     coded_per_full: Fraction
+
+    @classmethod
+    def of(cls, budget: WindowBudget, tokens: Sequence[int], shared: torch.Tensor) -> Limits:
+        """The limits of rows of so many tokens each, on the device of ``shared``."""
+
+        def column(values: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(values), device=shared.device)
+
+        histories = [budget.history(n) for n in tokens]
+        capacities = [budget.capacities(n) for n in tokens]
+        return cls(
+            history_start=column(start for start, _ in histories),
+            history_end=column(end for _, end in histories),
+            shared=shared,
+            max_full=column(limit.full for limit in capacities),
+            max_coded=column(limit.coded for limit in capacities),
+            coded_per_full=Fraction(budget.charged_full_bytes, budget.coded_bytes),
+        )
 
 
 def rank_windows(scores: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:

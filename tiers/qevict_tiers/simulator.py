@@ -14,7 +14,6 @@ model without tiers gives it, as long as it is not evicted. A server differs in 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -242,17 +241,10 @@ class _View:
 
     def route(self, tokens: int) -> Event:
         """One routing event, with so many tokens stored."""
-        budget, device = self.budget, self.scores.device
+        budget = self.budget
         count = budget.num_windows(tokens)
-        (start, end), limit = budget.history(tokens), budget.capacities(tokens)
-        limits = Limits(
-            history_start=torch.tensor([start], device=device),
-            history_end=torch.tensor([end], device=device),
-            shared=torch.tensor([self.shared], device=device),
-            max_full=torch.tensor([limit.full], device=device),
-            max_coded=torch.tensor([limit.coded], device=device),
-            coded_per_full=Fraction(budget.charged_full_bytes, budget.coded_bytes),
-        )
+        shared = torch.tensor([self.shared], device=self.scores.device)
+        limits = Limits.of(budget, [tokens], shared)
         scores, before = self.scores[:, :count].clone(), self.tiers[:, :count]
         routed = route(scores[:, None], before[:, None], limits, budget.config.promote)
         after = torch.where(self.is_routed, routed.tiers[:, 0], before)
