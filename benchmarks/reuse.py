@@ -1,9 +1,10 @@
 """Prefix reuse on a trace of conversations, against stock in the same KV bytes.
 
-Every conversation begins with the same system prompt and then has a document of its own; its
-turns come in between those of the others. Both servers get the same requests in the same order:
-each turn is the prompt, the answers that *that server* gave, and a new question. The KV bytes are
-too few for stock to hold all conversations, so that it matters what a context takes.
+Every conversation begins with the same system prompt and then has a document of its own. Some are
+going on at any time; which of them has its next turn is drawn at random, and one that has had all
+its turns makes place for a new one. Both servers get the same requests in the same order: each
+turn is the prompt, the answers that *that server* gave, and a new question. The KV bytes hold half
+of the conversations that are going on at stock, so that it matters what a context takes.
 
 hit_rate        cached tokens divided by prompt tokens
 cached_ratio    our cached tokens divided by stock's
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -52,10 +54,11 @@ TARGETS = (
 
 @dataclass
 class Conversation:
-    """What was said so far, in tokens, and the questions still to be asked."""
+    """What was said so far, in tokens, the questions, and how many of them were asked."""
 
     tokens: list[int]
     questions: list[list[int]]
+    asked: int = 0
 
 
 @dataclass
@@ -95,24 +98,44 @@ def ask(server: Server, tokens: list[int], new_tokens: int) -> Asked:
     return Asked(answer, cached, first)
 
 
-def replay(server: Server, conversations: list[Conversation], turns: int, name: str) -> Replayed:
-    """Ask every conversation's next question in turn; then see which contexts are still cached."""
+def order(conversations: int, turns: int, at_once: int) -> list[int]:
+    """Whose turn it is, of so many conversations, as long as any has turns left."""
+    draw = random.Random(0)
+    waiting = iter(range(conversations))
+    active = {next(waiting): turns for _ in range(at_once)}
+    result = []
+    while active:
+        one = draw.choice(list(active))
+        result.append(one)
+        active[one] -= 1
+        if not active[one]:
+            del active[one]
+            if (new := next(waiting, None)) is not None:
+                active[new] = turns
+    return result
+
+
+def replay(
+    server: Server, conversations: list[Conversation], whose_turn: list[int], name: str
+) -> Replayed:
+    """Ask each conversation's next question in turn; then see which contexts are still cached."""
     result = Replayed()
-    with tqdm(total=len(conversations) * (turns + 1), unit="request", desc=name) as bar:
-        for turn in range(turns):
-            for conversation in conversations:
-                conversation.tokens += conversation.questions[turn]
-                asked = ask(server, conversation.tokens, ANSWER_TOKENS)
-                if turn:
-                    result.later_seconds.append(asked.first_seconds)
-                result.prompt_tokens += len(conversation.tokens)
-                result.cached_tokens += asked.cached
-                conversation.tokens += asked.tokens
-                bar.update()
-        # From the newest to the oldest: what this asks for evicts nothing that it asks for later.
-        for conversation in reversed(conversations):
-            asked = ask(server, conversation.tokens, 1)
-            result.resident += asked.cached >= 0.9 * len(conversation.tokens)
+    with tqdm(total=len(whose_turn) + len(conversations), unit="request", desc=name) as bar:
+        for index in whose_turn:
+            conversation = conversations[index]
+            conversation.tokens += conversation.questions[conversation.asked]
+            asked = ask(server, conversation.tokens, ANSWER_TOKENS)
+            if conversation.asked:
+                result.later_seconds.append(asked.first_seconds)
+            conversation.asked += 1
+            result.prompt_tokens += len(conversation.tokens)
+            result.cached_tokens += asked.cached
+            conversation.tokens += asked.tokens
+            bar.update()
+        # The latest first, so that asking evicts nothing that is asked for later.
+        for index in dict.fromkeys(reversed(whose_turn)):
+            tokens = conversations[index].tokens
+            result.resident += ask(server, tokens, 1).cached >= 0.9 * len(tokens)
             bar.update()
     return result
 
@@ -120,9 +143,11 @@ def replay(server: Server, conversations: list[Conversation], turns: int, name: 
 def measure(options: argparse.Namespace) -> Row:
     """One row: the trace on both servers."""
     turns = 2 if options.quick else 4
-    count = options.conversations or (6 if options.quick else 16)
+    count = options.conversations or (8 if options.quick else 20)
     context = options.context or (1536 if options.quick else 3072)
-    at_stock = max(1, count // 4)
+    at_once = max(2, count // 2)
+    whose_turn = order(count, turns, at_once)
+    at_stock = at_once // 2
     total_tokens = at_stock * (context + turns * (QUESTION_TOKENS + ANSWER_TOKENS) + 64)
     flags = ("--max-total-tokens", str(total_tokens))
     found: dict[str, Replayed] = {}
@@ -138,7 +163,7 @@ def measure(options: argparse.Namespace) -> Row:
                 for document, asked in zip(documents, questions, strict=True)
             ]
             with servers.running(name) as server:
-                found[name] = replay(server, conversations, turns, name)
+                found[name] = replay(server, conversations, whose_turn, name)
     row: Row = {
         "context": context,
         "batch": 1,
@@ -173,7 +198,7 @@ def main() -> None:
     """Parse options and run."""
     options = parser(__doc__)
     options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
-    options.add_argument("--conversations", type=int, help="how many (default: 16, quick: 6)")
+    options.add_argument("--conversations", type=int, help="how many (default: 20, quick: 8)")
     options.add_argument("--context", type=int, help="tokens of the first prompt (default: 3072)")
     options.add_argument("--token-bytes", type=int, default=23040, help="KV bytes of a token")
     run(options.parse_args())

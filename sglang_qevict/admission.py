@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
 
@@ -56,6 +57,7 @@ class TieredPrefillBudget(PrefillBudget):
         self._truncates = False
         self._has_truncated = False
 
+    @rank_consensus(same_results=True)
     def check_prefill(
         self,
         *,

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.utils.rank_consensus_checker import assert_same, rank_consensus
 
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import PrefixReuse
@@ -87,6 +88,9 @@ class TieringState:
     dropped, are events in one queue, in the order of its decisions. The queue is applied
     at the start of the next launch, so nothing changes under a launch in flight. It is
     also SGLang's auxiliary cache of the request pool (``ReqToTokenPool.attach_aux_cache``).
+
+    Ranks of a tensor-parallel group route by their own heads, but decide alike here. SGLang's
+    checker of that (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER=1``) is told what they decide.
     """
 
     def __init__(self, plan: CapacityPlan, manager: TierManager, req_to_token: torch.Tensor):
@@ -106,6 +110,7 @@ class TieringState:
         """Rows were given to new requests (``ReqToTokenPool.register_on_alloc_rows``)."""
         self._events.extend(_Open(row) for row in rows)
 
+    @rank_consensus(same_params=True)
     def extend_prepared(
         self, row: int, prompt_tokens: int, start: int, end: int, publishes: bool = True
     ) -> None:
@@ -137,6 +142,7 @@ class TieringState:
         pages: list[int] = self._pages(row, start * self._window, end * self._window)[1].tolist()
         return pages
 
+    @rank_consensus(same_params=True)
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
         """Keep windows of a row that ends: ``pages`` are those from window ``start`` on."""
         end, first_coded = start + len(pages), start + len(pages)
@@ -181,6 +187,7 @@ class TieringState:
             evict_until(lambda: excess() <= 0)
             for row, windows in self.ledger.limit_publishing(excess):
                 self._events.append(_Limit(row, windows))
+        assert_same("%d bytes claimed, %d too many", self.ledger.total_bytes, excess())
         return excess() <= 0
 
     def free(self, row: int) -> None:

@@ -12,13 +12,14 @@ from sglang_qevict.local_server import LAUNCH_SERVER, SERVE, ServerFailed
 __all__ = [
     "BASE_FLAGS",
     "LAUNCH_SERVER",
+    "LEAK_TEXT",
     "SERVE",
     "Server",
     "ServerFailed",
     "ServerPool",
 ]
 
-_LEAK_TEXT = "memory leak detected"
+LEAK_TEXT = "memory leak detected"
 
 # What every server gets; a flag that a test gives again wins, since the last one counts.
 BASE_FLAGS = (
@@ -58,7 +59,7 @@ class Server(local_server.Server):
         """The server runs, and its log tells of no leak and no exception."""
         log = self.log_text()
         assert self.exit_code() is None, self.log_tail()
-        assert _LEAK_TEXT not in log, self.log_tail()
+        assert LEAK_TEXT not in log, self.log_tail()
         assert "Traceback (most recent call last)" not in log, self.log_tail()
 
 

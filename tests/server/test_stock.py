@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import httpx
 import pytest
+from sglang.srt.managers.scheduler_components import invariant_checker
 
-from server.harness import LAUNCH_SERVER, Server, ServerFailed, ServerPool
+from server.harness import LAUNCH_SERVER, LEAK_TEXT, Server, ServerFailed, ServerPool
 
 pytestmark = pytest.mark.server
 
@@ -95,6 +97,10 @@ def test_platform_chooses_torch_attention_and_says_so(server: Server) -> None:
 def test_log_tells_of_no_leak_and_no_exception(server: Server) -> None:
     server.flush_cache()
     server.assert_clean()
+
+
+def test_sglangs_leak_check_says_what_these_tests_look_for() -> None:
+    assert f"{{pool_name}} {LEAK_TEXT}!" in inspect.getsource(invariant_checker)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from server.harness import Server
-from server.tiering import TIERED, assert_idle, report
+from server.tiering import EVERYTHING_FULL, TIERED, assert_idle, report
 from server_side import BIAS, ForcedTokens, install, spoiling
 from tiny_models import REFUSED, SERVED, VOCABULARY, make_checkpoint, random_tokens, write_config
 
@@ -28,7 +28,6 @@ FLAGS = (
     "--enable-custom-logit-processor",
     *("--max-total-tokens", "8192"),
 )
-EVERYTHING_FULL = ("--kv-tiering-budget", "1", "--kv-tiering-quant-fraction", "0")
 # The floors are six windows of eight, which a fifth of 256 tokens just holds.
 SMALL_BUDGET = ("--kv-tiering-budget", "0.2", "--kv-tiering-min-context", "256")
 

@@ -15,12 +15,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from server.harness import Server, ServerPool
-from server.tiering import TIERED, Answer, answer, assert_idle, first_difference, prompts
+from server.tiering import (
+    EVERYTHING_FULL,
+    TIERED,
+    Answer,
+    answer,
+    assert_idle,
+    first_difference,
+    prompts,
+)
 from sglang_qevict.models import fetch_model
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
-
-EVERYTHING_FULL = ("--kv-tiering-budget", "1.0", "--kv-tiering-quant-fraction", "0")
 
 FEW = [10, 29, 200, 600, 1200, 2500]
 MANY = [10, 15, 22, 33, 48, 64, 90, 130, 190, 280, 400, 511, 512, 700, 1000, 1500, 2200, 3300, 4500,

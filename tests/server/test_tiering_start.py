@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.harness import LAUNCH_SERVER, Server
+from server.harness import LAUNCH_SERVER, Server, ServerFailed
 from server.tiering import TIERED, assert_idle, prompts, report
 from sglang_qevict.models import fetch_model
 
@@ -41,6 +41,26 @@ def test_launch_server_with_a_yaml_file_tiers(tmp_path: Path) -> None:
 def test_two_tokenizer_workers_tier(tmp_path: Path) -> None:
     with Server(*TIERED, "--tokenizer-worker-num", "2", log_path=tmp_path / "server.log") as server:
         _assert_tiers(server, 0.2)
+
+
+# Python runs this first of all; children that multiprocessing spawns lose the plugin's hooks.
+_NO_HOOKS_IN_CHILDREN = """
+import sys
+
+if any("spawn_main" in argument for argument in sys.orig_argv):
+    sys.modules["sglang_qevict.hooks"] = None
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_children_lost_the_plugin_never_serves(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_NO_HOOKS_IN_CHILDREN)
+    env = {"PYTHONPATH": str(tmp_path)}
+    server = Server(*TIERED, log_path=tmp_path / "server.log", env=env)
+    with pytest.raises(ServerFailed, match="exit code"):
+        server.start()
+    assert "qevict" in server.log_tail()
+    assert not server.processes()
 
 
 _ENGINE = """

@@ -1,0 +1,92 @@
+"""Tensor parallelism: ranks route by their own heads, and decide alike what enters and leaves.
+
+SGLang's rank consensus checker stops the server where ranks differ in what they match, insert
+and evict, and in what tiering admits, claims, keeps and drops (``TieringState``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from server.harness import Server, ServerPool
+from server.tiering import (
+    EVERYTHING_FULL,
+    TIERED,
+    answer,
+    assert_idle,
+    assert_same_up_to_a_near_tie,
+    prompts,
+    report,
+)
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RANKS = 3  # the model has three KV heads
+
+
+def _three_ranks(servers: ServerPool, *flags: str) -> Server:
+    cores = sorted(os.sched_getaffinity(0))
+    env = {
+        # One core for each rank, though there may be fewer of them.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[n % len(cores)]) for n in range(RANKS)),
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    }
+    return servers.get(*TIERED, "--tp", str(RANKS), *flags, env=env)
+
+
+def _assert_consensus(server: Server) -> None:
+    log = server.log_text()
+    assert log.count("Rank consensus checker is enabled") == RANKS
+    assert "Found rank divergence" not in log
+    assert_idle(server)
+
+
+def test_at_budget_one_three_ranks_answer_as_one(servers: ServerPool) -> None:
+    asked = prompts([10, 200, 700, 1500], start=44_000)
+    alone = servers.get(*TIERED, *EVERYTHING_FULL)
+    one = [answer(alone, prompt, 24) for prompt in asked]
+    alone.suspend()
+    try:
+        server = _three_ranks(servers, *EVERYTHING_FULL)
+        three = [answer(server, prompt, 24) for prompt in asked]
+        _assert_consensus(server)
+    finally:
+        alone.resume()
+    for expected, found in zip(one, three, strict=True):
+        assert_same_up_to_a_near_tie(expected, found)
+
+
+def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) -> None:
+    server = _three_ranks(
+        servers,
+        *("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"),
+        *("--chunked-prefill-size", "256", "--enable-mixed-chunk"),
+    )
+    documents = prompts([600, 300, 100], start=46_000)
+    draw = random.Random(0)
+
+    def ask(turn: int) -> str:
+        prompt = documents[turn % 3] + prompts([10 + turn], start=48_000 + 100 * turn)[0]
+        length = (8, 40, 200)[turn % 3]
+        sampling = {"temperature": 0, "max_new_tokens": length, "min_new_tokens": length}
+        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": f"{turn % 2}"}
+        timeout = patience[turn]
+        try:
+            response = httpx.post(f"{server.url}/generate", json=body, timeout=timeout)
+        except httpx.ReadTimeout:
+            return "aborted"
+        assert len(response.json()["output_ids"]) == length
+        return "reused" if response.json()["meta_info"]["cached_tokens"] else "computed"
+
+    patience = [draw.uniform(0.5, 5) if turn % 5 == 4 else 600 for turn in range(50)]
+    with ThreadPoolExecutor(8) as threads:
+        ended = list(threads.map(ask, range(len(patience))))
+    assert {"aborted", "reused", "computed"} == set(ended)
+    assert report(server)["counters"]["demoted"] > 0
+    assert "Retract requests" in server.log_text()
+    _assert_consensus(server)
