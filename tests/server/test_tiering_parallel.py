@@ -64,7 +64,10 @@ def test_at_budget_one_three_ranks_answer_as_one(servers: ServerPool) -> None:
 def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) -> None:
     server = _three_ranks(
         servers,
-        *("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"),
+        # SGLang expects answers to be short and admits more than fit once they have grown.
+        *("--max-total-tokens", "1300", "--schedule-conservativeness", "0.01"),
+        # Each request's tables stay small beside so few windows.
+        *("--context-length", "1024"),
         *("--chunked-prefill-size", "256", "--enable-mixed-chunk"),
     )
     documents = prompts([600, 300, 100], start=46_000)
@@ -72,9 +75,10 @@ def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) ->
 
     def ask(turn: int) -> str:
         prompt = documents[turn % 3] + prompts([10 + turn], start=48_000 + 100 * turn)[0]
-        length = (8, 40, 200)[turn % 3]
+        length = (8, 40, 120)[turn % 3]
         sampling = {"temperature": 0, "max_new_tokens": length, "min_new_tokens": length}
-        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": f"{turn % 2}"}
+        salt = f"tenant {turn % 3 % 2}"
+        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
         timeout = patience[turn]
         try:
             response = httpx.post(f"{server.url}/generate", json=body, timeout=timeout)
@@ -86,7 +90,8 @@ def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) ->
     patience = [draw.uniform(0.5, 5) if turn % 5 == 4 else 600 for turn in range(50)]
     with ThreadPoolExecutor(8) as threads:
         ended = list(threads.map(ask, range(len(patience))))
-    assert {"aborted", "reused", "computed"} == set(ended)
+    assert {"aborted", "computed"} <= set(ended)
+    assert [ask(2), ask(2)][1] == "reused"
     assert report(server)["counters"]["demoted"] > 0
     assert "Retract requests" in server.log_text()
     _assert_consensus(server)
