@@ -17,10 +17,16 @@ _Limit = TypeVar("_Limit", int, int | None)
 
 
 class _Candidate(NamedTuple):
-    """A request that this pass may admit: its claim now and the most as it grows, in bytes."""
+    """What a request that this pass may admit takes, in bytes: now, and at most as all grow.
 
-    prefill: int
-    grown: int
+    One whose prompt takes several passes may still be in it while others have grown.
+    """
+
+    prefill: int = 0
+    grown: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> _Candidate:
+        return _Candidate(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Continued(NamedTuple):
@@ -52,10 +58,12 @@ class TieredPrefillBudget(PrefillBudget):
         self.prefix: Sequence[int] = ()
         self._ledger = ledger
         self._locked: set[int] = set()
-        self._candidate = _Candidate(0, 0)
-        self._admitted = _Candidate(0, 0)
+        self._candidate = _Candidate()
+        self._admitted = _Candidate()
         self._truncates = False
         self._has_truncated = False
+        self._candidate_tokens = 0
+        self._projected: tuple[tuple[int, int], int] | None = None
 
     @rank_consensus(same_results=True)
     def check_prefill(
@@ -81,11 +89,11 @@ class TieredPrefillBudget(PrefillBudget):
             return True, 0
         self._truncates = truncated
         sharing = Sharing(start // self.page_size)
+        self._candidate_tokens = total_tokens
+        prefill = claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing)
         final_tokens = input_tokens + max_new_tokens
-        self._candidate = _Candidate(
-            prefill=claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing),
-            grown=claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing),
-        )
+        grown = claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing)
+        self._candidate = _Candidate(prefill, max(prefill, grown) if truncated else grown)
         if not self._has_room(self._candidate):
             return False, None
         return True, limit
@@ -101,6 +109,7 @@ class TieredPrefillBudget(PrefillBudget):
         if not self._has_truncated:
             return limit
         limit = limit // self.page_size * self.page_size
+        self._hold(extend_input_len - limit + max_new_tokens)
         return limit if limit > 0 else None
 
     def available_chunk_tokens(self, chunk_limit: int) -> int:
@@ -128,11 +137,11 @@ class TieredPrefillBudget(PrefillBudget):
             row, prompt_tokens = self.continued
             self.final_tokens[row] = prompt_tokens + max_new_tokens
         else:
-            self._has_truncated |= self._truncates
+            if self._truncates:
+                self._has_truncated = True
+                self._hold(self._candidate_tokens - extend_input_len)
             self._locked.update(self.prefix)
-            self._admitted = _Candidate(
-                *(a + b for a, b in zip(self._admitted, self._candidate, strict=True))
-            )
+            self._admitted += self._candidate
 
     @property
     def remaining_total(self) -> int:
@@ -149,13 +158,29 @@ class TieredPrefillBudget(PrefillBudget):
         """Tokens that may still be promised by pages alone."""
         return super().remaining_total
 
+    def _hold(self, tokens: int) -> None:
+        """Keep pages for what a prompt needs in later passes.
+
+        A chunk that ends at a routing point leaves room in its pass, where others must not take
+        them.
+        """
+        self.total_offset += self.ceil_paged_tokens(tokens)
+        self.current_offset += self.ceil_paged_tokens(tokens)
+
     def _has_room(self, candidate: _Candidate) -> bool:
         ledger, admitted = self._ledger, self._admitted
         now = ledger.least_bytes + admitted.prefill + candidate.prefill
-        later = ledger.projected_bytes(self.final_tokens) + admitted.grown + candidate.grown
+        later = self._projected_bytes() + admitted.grown + candidate.grown
         # Asked anew each time: a pass may preempt a row that shared these pages.
         locked = ledger.kept.bytes_to_lock(self._locked.union(self.prefix))
         return max(now, later) + locked <= ledger.capacity_bytes
+
+    def _projected_bytes(self) -> int:
+        """What all rows claim as they grow; the same for each candidate, unless a row goes."""
+        key = (self._ledger.version, len(self.final_tokens))
+        if self._projected is None or self._projected[0] != key:
+            self._projected = key, self._ledger.projected_bytes(self.final_tokens)
+        return self._projected[1]
 
     def _chunk_limit(self, prompt: int, start: int, limit: _Limit) -> int | _Limit:
         """SGLang's limit, shortened so that a chunk ends at a routing point at most."""

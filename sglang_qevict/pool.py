@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import Any
 
 import torch
@@ -82,15 +81,7 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
         logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **limits)
         if logical is None:
             return None
-        ledger = runtime.require_state().ledger
-
-        def fits(new_tokens: int) -> bool:
-            peak = ledger.claims.peak_bytes(input_tokens, input_tokens + new_tokens)
-            return peak <= ledger.capacity_bytes
-
-        if not fits(0):
-            return None
-        return bisect.bisect_left(range(1, logical + 1), True, key=lambda n: not fits(n))
+        return runtime.require_state().ledger.max_new_tokens(input_tokens, logical)
 
     def check_decode_capacity(
         self,

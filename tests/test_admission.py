@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mini_engine import FreePages
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.claims import ClaimLedger, Prompt
+from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
 from qevict_tiers.config import TieringConfig
-from qevict_tiers.kept import Keep
+from qevict_tiers.kept import Keep, KeptPages
 from sglang_qevict.admission import Continued, TieredPrefillBudget, project_running
 from sglang_qevict.capacity import CapacityPlan, describe, plan_capacity
 from sglang_qevict.pool import TieredAllocator
@@ -241,7 +241,9 @@ def ask(
         chunk_limit=limit,
     )
     if verdict[0] and verdict[1] != 0:
-        budget.reserve(tokens - start, new)
+        limit = tokens - start if verdict[1] is None else verdict[1]
+        truncated = limit < tokens - start
+        budget.reserve(min(limit, tokens - start), 0 if truncated else new)
     return verdict
 
 
@@ -317,6 +319,47 @@ def test_the_next_chunk_ends_at_a_routing_point_whatever_the_load_left_of_the_la
         start += min(chunk, 1000 - start)
         assert min(chunk, expected) == expected
     assert start == 1000
+
+
+def test_an_unfinished_prompt_keeps_pages_for_its_later_passes() -> None:
+    scheduler = Scheduler(make_plan(chunk_tokens=256, exact_prefill_tokens=512))
+    budget = scheduler.new_pass()
+    assert ask(budget, 1000, new=16, limit=4096) == (True, 256)
+    assert min(budget.total_offset, budget.current_offset) >= 1000 + 16
+    scheduler.ledger.admit(1, Prompt(1000, whole=False))
+    scheduler.ledger.advance(1, 256)
+    for limit, chunk in ((4096, 256), (4, None)):
+        budget = scheduler.new_pass()
+        budget.continued = Continued(row=1, prompt_tokens=1000)
+        assert budget.fit_chunk(extend_input_len=744, max_new_tokens=16, chunk_limit=limit) == chunk
+        if chunk:
+            budget.reserve(chunk, 0, is_chunked_continuation=True)
+        assert min(budget.total_offset, budget.current_offset) >= 744 + 16
+
+
+def test_what_a_prompt_takes_until_its_last_pass_counts_while_others_grow() -> None:
+    plan = make_plan(tokens=2048, chunk_tokens=256)
+    claims, long, short, new = plan.claims, 1000, 100, 280
+    assert not claims.needs_one_chunk(long)
+    prefill = claims.prefill_bytes(Prompt(long, whole=False))
+    grown = claims.growing_bytes(short, short, short + new)
+    # Room for it now, and for both when all have grown, but not for what comes in between.
+    arena = prefill + grown - 64
+    assert claims.decode_bytes(short, short) + prefill <= arena
+    assert claims.growing_bytes(long, long, long + 8) + grown <= arena
+    scheduler = Scheduler(replace(plan, arena_bytes=arena))
+    scheduler.running(1, short, short)
+    budget = scheduler.new_pass()
+    budget.final_tokens[1] = short + new
+    assert not ask(budget, long, new=8, limit=256)[0]
+    # And the other way round.
+    scheduler = Scheduler(replace(plan, arena_bytes=arena))
+    scheduler.ledger.admit(1, Prompt(long, whole=False))
+    scheduler.ledger.advance(1, 256)
+    budget = scheduler.new_pass()
+    budget.final_tokens[1] = long + 8
+    assert not ask(budget, short, new=new)[0]
+    assert ask(budget, short, new=8)[0]
 
 
 def test_an_unfinished_prompt_that_goes_on_keeps_others_from_being_cut() -> None:
@@ -531,8 +574,40 @@ def test_an_answer_is_cut_to_what_the_empty_server_could_hold(intake: Intake) ->
     cut = intake(plan).max_new_tokens_for_memory(100, 1_000_000)
     assert cut is not None
     assert 0 < cut < 1_000_000
-    assert plan.claims.peak_bytes(100, 100 + cut) <= plan.arena_bytes
-    assert plan.claims.peak_bytes(100, 101 + cut) > plan.arena_bytes
+    # Alone, or sharing all of its prompt, whichever takes more.
+    kept = KeptPages(plan.budget, plan.num_pages)
+    takes = [
+        max(
+            kept.most_bytes(shared) + plan.claims.peak_bytes(100, 100 + tokens, Sharing(shared))
+            for shared in (0, 12)
+        )
+        for tokens in (cut, cut + 1)
+    ]
+    assert takes[0] <= plan.arena_bytes < takes[1]
+
+
+@pytest.mark.parametrize("prompt_tokens", [400, 700, 1500, 3000])
+@pytest.mark.parametrize("budget", ["0.2", "0.5", "1"])
+@pytest.mark.parametrize("tokens", [4000, 6000])
+def test_what_a_request_may_generate_never_costs_it_its_prefix(
+    intake: Intake, prompt_tokens: int, budget: str, tokens: int
+) -> None:
+    plan = make_plan(tokens, budget=Fraction(budget))
+    allocator = intake(plan)
+    ledger = runtime.require_state().ledger
+    new_tokens = allocator.max_new_tokens_for_memory(prompt_tokens, 1_000_000)
+    assert new_tokens is not None
+    pages = list(range(1, prompt_tokens // 8 + 1))
+    everything = plan.budget.keeps_everything
+    short = prompt_tokens <= plan.budget.config.min_context
+    # As a long request leaves its prompt, and as a short one does.
+    for most_full in (1, 64):
+        num_full = len(pages) if everything else min(most_full, len(pages))
+        ledger.kept.clear()
+        ledger.kept.keep(pages[:num_full], Keep.FULL)
+        ledger.kept.keep(pages[num_full:], Keep.CODES)
+        usable = ledger.usable_pages(pages, prompt_tokens, prompt_tokens + new_tokens)
+        assert usable == (num_full if short else len(pages))
 
 
 @pytest.mark.parametrize("tokens", [1500, 3000, 8192])

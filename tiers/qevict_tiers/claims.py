@@ -162,9 +162,13 @@ class RowClaims:
         It covers all steps through the next routing event, which is this very step's if
         it is due.
         """
+        return self.bytes_through(self.next_event(prompt_tokens, stored_tokens), sharing)
+
+    def next_event(self, prompt_tokens: int, stored_tokens: int) -> int:
+        """Length at the routing event that comes next, before or after the token to be decoded."""
         omega = self.budget.config.route_every
         events = max(1, -(-(stored_tokens - prompt_tokens) // omega))
-        return self._bytes_through(prompt_tokens + events * omega, sharing)
+        return prompt_tokens + events * omega
 
     def growing_bytes(
         self,
@@ -186,8 +190,9 @@ class RowClaims:
         )
 
     @cached_property
-    def _bytes_through(self) -> Callable[[int, Sharing], int]:
-        # Asked several times a step for each request, of few different lengths.
+    def bytes_through(self) -> Callable[[int, Sharing], int]:
+        """Claim of a request of some ``Sharing`` through its event at a length (`next_event`)."""
+        # Asked again and again, of few different lengths.
         return lru_cache(maxsize=1 << 14)(self._interval_bytes)
 
     def _interval_bytes(self, next_event: int, sharing: Sharing) -> int:
@@ -285,8 +290,8 @@ _LIMIT_WINDOWS = 16
 class _Row:
     """``claim`` is granted; ``next_claim`` is what the row's next token will need.
 
-    granted, wanted: the stored tokens that the two are computed from, None in the prompt.
-    launched: whether what was granted is under way, so that no more than the next is needed.
+    granted, wanted: the routing events through which the two last (``RowClaims.next_event``),
+    None in the prompt. launched: whether what was granted is under way, so that no more than the next is needed.
     least: ``next_claim`` if the row left nothing to others.
     """
 
@@ -308,13 +313,19 @@ class _Row:
 
 
 class ClaimLedger:
-    """The claims of all rows that hold KV, and of the pages that are kept for reuse."""
+    """The claims of all rows that hold KV, and of the pages that are kept for reuse.
+
+    ``version`` changes with every claim.
+    """
 
     def __init__(self, claims: RowClaims, capacity_bytes: int, num_pages: int) -> None:
         self.claims = claims
         self.capacity_bytes = capacity_bytes
         self.kept = KeptPages(claims.budget, num_pages)
+        self.version = 0
         self._rows: dict[int, _Row] = {}
+        self._claimed = 0
+        self._least = 0
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows
@@ -325,13 +336,13 @@ class ClaimLedger:
     @property
     def total_bytes(self) -> int:
         """Sum of all granted claims: no more is in use, whatever is under way."""
-        return sum(row.claim for row in self._rows.values()) + self.kept.num_bytes
+        return self._claimed + self.kept.num_bytes
 
     @property
     def least_bytes(self) -> int:
         """What all claim once every row has launched its next token, at the least: if nothing
         were kept that no row shares, and rows left nothing."""
-        return sum(row.least for row in self._rows.values()) + self.kept.locked_bytes
+        return self._least + self.kept.locked_bytes
 
     def admit(
         self,
@@ -362,16 +373,41 @@ class ClaimLedger:
         """How many of the kept pages that match its prompt a request can use.
 
         A short request sees nothing but FULL windows, whatever its prefix: as without reuse.
-        And a request must not lock so much of a prefix that it can't grow as it may.
+        And a request must not lock so much of a prefix that it can't grow as it may, which
+        ``max_new_tokens`` leaves room for where it can; elsewhere the prefix is halved.
         """
         usable = len(pages)
         if prompt_tokens <= self.claims.budget.config.min_context:
             usable = self.kept.num_full(pages)
-        for count in range(usable, 0, -_LIMIT_WINDOWS):
-            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(count))
-            if self.kept.bytes_of(pages[:count]) + peak <= self.capacity_bytes:
-                return count
-        return 0
+        while usable:
+            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(usable))
+            if self.kept.bytes_of(pages[:usable]) + peak <= self.capacity_bytes:
+                break
+            usable //= 2
+        return usable
+
+    def max_new_tokens(self, prompt_tokens: int, limit: int) -> int | None:
+        """How much a request may generate on an empty server, up to a limit.
+
+        It may so even if it shares all its prompt, if that fits at all: so no match is cut for
+        what the request might generate. None if its prompt can't fit.
+        """
+
+        def most(shared: int) -> int | None:
+            locked = self.kept.most_bytes(shared)
+
+            def is_too_much(new_tokens: int) -> bool:
+                final_tokens = prompt_tokens + new_tokens
+                peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(shared))
+                return locked + peak > self.capacity_bytes
+
+            if is_too_much(0):
+                return None
+            return bisect.bisect_left(range(1, limit + 1), True, key=is_too_much)
+
+        alone = most(0)
+        sharing = most(prompt_tokens // self.claims.budget.config.window)
+        return alone if alone is None or sharing is None else min(alone, sharing)
 
     def was_routed(self, row: int) -> bool:
         """True if a row was routed by the launch under way at the latest."""
@@ -383,14 +419,18 @@ class ClaimLedger:
         state = self._rows[row]
         state.stored = stored_tokens
         state.launched = False
-        state.granted, state.claim = state.wanted, state.next_claim
+        state.granted = state.wanted
+        self._set(state, state.next_claim, state.next_claim, state.least)
 
     def launched(self, row: int) -> None:
         """The launch that ``advance`` announced is under way: the one after it counts now."""
         state = self._rows[row]
         if state.stored >= state.prompt.tokens:
-            state.wanted, state.launched = state.stored, True
-            self._reckon(state)
+            state.launched = True
+            event = self.claims.next_event(state.prompt.tokens, state.stored)
+            if event != state.wanted:
+                state.wanted = event
+                self._reckon(state)
 
     def limit_publishing(self, excess: Callable[[], int]) -> list[tuple[int, int]]:
         """Let rows leave less until ``excess`` bytes are none, or all leave nothing.
@@ -437,13 +477,19 @@ class ClaimLedger:
         return self.total_bytes + sum(growth)
 
     def projected_bytes(self, final_tokens: Mapping[int, int]) -> int:
-        """``least_bytes`` at the most that all rows will claim on their way to these lengths."""
+        """``least_bytes`` at the most that all rows will claim on their way to these lengths.
+
+        A row whose prompt is not done may still take what that takes while others grow.
+        """
         return self.kept.locked_bytes + sum(
-            self.claims.growing_bytes(
-                state.prompt.tokens,
-                max(state.prompt.tokens, state.stored),
-                final_tokens.get(row, 0),
-                state.sharing.least,
+            max(
+                state.least,
+                self.claims.growing_bytes(
+                    state.prompt.tokens,
+                    max(state.prompt.tokens, state.stored),
+                    final_tokens.get(row, 0),
+                    state.sharing.least,
+                ),
             )
             for row, state in self._rows.items()
         )
@@ -451,22 +497,31 @@ class ClaimLedger:
     def remove(self, row: int) -> None:
         """A row gives up its KV."""
         if state := self._rows.pop(row, None):
+            self._set(state, 0, 0, 0)
             self.kept.unlock(state.pages)
 
     def clear(self) -> None:
         """Forget all rows and pages."""
         self._rows.clear()
+        self._claimed = self._least = 0
+        self.version += 1
         self.kept.clear()
 
     def _reckon(self, state: _Row) -> None:
         """Compute a row's claims anew."""
-        state.claim = self._claim(state, state.granted, state.sharing)
-        state.next_claim = self._claim(state, state.wanted, state.sharing)
-        if state.launched and state.next_claim < state.claim:
-            state.granted, state.claim = state.wanted, state.next_claim
-        state.least = self._claim(state, state.wanted, state.sharing.least)
+        claim = self._claim(state, state.granted, state.sharing)
+        next_claim = self._claim(state, state.wanted, state.sharing)
+        if state.launched and next_claim < claim:
+            state.granted, claim = state.wanted, next_claim
+        self._set(state, claim, next_claim, self._claim(state, state.wanted, state.sharing.least))
 
-    def _claim(self, state: _Row, stored: int | None, sharing: Sharing) -> int:
-        if stored is None:
+    def _set(self, state: _Row, claim: int, next_claim: int, least: int) -> None:
+        self._claimed += claim - state.claim
+        self._least += least - state.least
+        state.claim, state.next_claim, state.least = claim, next_claim, least
+        self.version += 1
+
+    def _claim(self, state: _Row, event: int | None, sharing: Sharing) -> int:
+        if event is None:
             return self.claims.prefill_bytes(state.prompt, sharing)
-        return self.claims.decode_bytes(state.prompt.tokens, stored, sharing)
+        return self.claims.bytes_through(event, sharing)
