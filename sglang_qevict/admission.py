@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
@@ -16,7 +17,8 @@ __all__ = ["TieredPrefillBudget", "consider_prefix", "continue_prompt", "project
 _Limit = TypeVar("_Limit", int, int | None)
 
 
-class _Candidate(NamedTuple):
+@dataclass(frozen=True)
+class _Candidate:
     """What a request that this pass may admit takes, in bytes: now, and at most as all grow.
 
     One whose prompt takes several passes may still be in it while others have grown.
@@ -25,8 +27,8 @@ class _Candidate(NamedTuple):
     prefill: int = 0
     grown: int = 0
 
-    def __add__(self, other: tuple[int, ...]) -> _Candidate:
-        return _Candidate(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: _Candidate) -> _Candidate:
+        return _Candidate(self.prefill + other.prefill, self.grown + other.grown)
 
 
 class Continued(NamedTuple):

@@ -71,8 +71,15 @@ def kept_codes(engine: MiniEngine, pages: list[int]) -> list[int]:
     return [zlib.crc32(record.numpy().tobytes()) for record in records]
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize(
+    ("promote", "fixed_shapes"),
+    [
+        (Promotion.ALIAS, True),
+        pytest.param(Promotion.ALIAS, False, marks=pytest.mark.slow),
+        pytest.param(Promotion.DEQUANTIZE, True, marks=pytest.mark.slow),
+        pytest.param(Promotion.DEQUANTIZE, False, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_over_a_reused_prefix_equals_the_dense_oracle(
     promote: Promotion, fixed_shapes: bool
 ) -> None:

@@ -291,7 +291,8 @@ class _Row:
     """``claim`` is granted; ``next_claim`` is what the row's next token will need.
 
     granted, wanted: the routing events through which the two last (``RowClaims.next_event``),
-    None in the prompt. launched: whether what was granted is under way, so that no more than the next is needed.
+    None in the prompt.
+    launched: whether what was granted is under way, so that no more than the next is needed.
     least: ``next_claim`` if the row left nothing to others.
     """
 

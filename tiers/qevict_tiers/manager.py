@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class TierManager:
         self.views = Views(self.num_layers, num_rows, max_windows, device)
         self.counters = Counters(device)
         self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
-        self.open_rows: set[int] = set()
+        self.open_rows: dict[int, int] = {}
         self._warned = False
         self._refused_layer = torch.full((), -1, dtype=torch.int64, device=device)
         geometry = budget.geometry
@@ -119,11 +120,9 @@ class TierManager:
 
     def open(self, rows: list[int]) -> None:
         """Start views for rows; what they held before must have been closed."""
-        self.open_rows.update(rows)
-        index = torch.tensor(rows, device=self.device)
-        self.views.open(index)
+        self.open_rows.update(dict.fromkeys(rows, 0))
         if self.budget.config.prefix_reuse is not PrefixReuse.OFF:
-            self.views.publishable[index] = UNLIMITED
+            self.views.publishable[torch.tensor(rows, device=self.device)] = UNLIMITED
 
     def share(self, row: int, pages: torch.Tensor) -> None:
         """Begin the view of an empty row with kept pages (int64 ``[n]``), whose copies it shares.
@@ -141,6 +140,7 @@ class TierManager:
         tiers.masked_fill_(has_codes, Tier.CODED).masked_fill_(has_full, Tier.FULL)
         self.arena.full.retain(self._select(has_full, owners))
         self.arena.coded.retain(self._select(has_codes & ~has_full, owners))
+        self.open_rows[row] = n
         self.views.page_table[row, :n] = pages.to(torch.int32)
         self.views.shared[row] = n
         index = torch.tensor([row], device=self.device)
@@ -149,9 +149,19 @@ class TierManager:
             slice(0, self.num_layers), index, tiers, torch.zeros_like(tiers, dtype=torch.bool)
         )
 
-    def append(self, rows: torch.Tensor, windows: torch.Tensor, pages: torch.Tensor) -> None:
-        """Add FULL windows to views (``Views.append``); copies are made by ``allocate_full``."""
-        self.views.append(rows, windows, pages)
+    def append(self, rows: Sequence[int], windows: Sequence[range], pages: torch.Tensor) -> None:
+        """Add FULL windows to views; copies are made by ``allocate_full``.
+
+        ``windows``: of each row; ``pages``: int64, those of one row after another.
+        """
+        of_rows = [row for row, added in zip(rows, windows, strict=True) for _ in added]
+        self.views.append(
+            torch.tensor(of_rows, device=self.device),
+            torch.tensor([window for added in windows for window in added], device=self.device),
+            pages,
+        )
+        for row, added in zip(rows, windows, strict=True):
+            self.open_rows[row] = added.stop
 
     def allocate_full(self, layers: slice, pages: torch.Tensor) -> None:
         """Give pages (int64 ``[n]``) FULL copies in layers, contents undefined."""
@@ -197,38 +207,32 @@ class TierManager:
 
     def close(self, rows: list[int]) -> None:
         """End views: their copies are released."""
-        self.open_rows.difference_update(rows)
-        index = torch.tensor(rows, device=self.device)
-        everything = slice(0, self.num_layers)
-        owners = self._owners(everything, self.views.page_table[index].to(torch.int64))
-        tier = self.views.tier[:, index]
+        index, owners, tier = self._views(rows)
         has_full = (tier == Tier.FULL) & (self.arena.full.table[owners] >= 0)
         has_codes = self._holds_codes(tier, owners, self.views.keeps_codes(index, tier.shape[-1]))
         self.arena.full.release(self._select(has_full, owners))
         self.arena.coded.release(self._select(has_codes, owners))
-        self.views.open(index)
+        self.views.close(index, tier.shape[-1])
+        for row in rows:
+            del self.open_rows[row]
 
     def clear(self) -> None:
         """Forget all rows, pages and copies."""
         self.arena.clear()
         self.kept.zero_()
         if self.open_rows:
-            self.views.open(torch.tensor(sorted(self.open_rows), device=self.device))
+            index, _, tier = self._views(self.open_rows)
+            self.views.close(index, tier.shape[-1])
         self.open_rows.clear()
 
     # -- reuse of pages -----------------------------------------------------------
 
     def limit_publishing(self, row: int, windows: int) -> None:
         """From now on only the first so many windows of a row may be published."""
-        index = torch.tensor([row], device=self.device)
-        width = self.views.tier.shape[-1]
-        before = self.views.keeps_codes(index, width)
+        index, owners, tier = self._views([row])
+        before = self.views.keeps_codes(index, tier.shape[-1])
         self.views.publishable[index] = self.views.publishable[index].clamp(max=windows)
-        dropped = before & ~self.views.keeps_codes(index, width)
-        tier = self.views.tier[:, index]
-        owners = self._owners(
-            slice(0, self.num_layers), self.views.page_table[index].to(torch.int64)
-        )
+        dropped = before & ~self.views.keeps_codes(index, tier.shape[-1])
         has_codes = (tier == Tier.EVICTED) & dropped & (self.arena.coded.table[owners] >= 0)
         self.arena.coded.release(self._select(has_codes, owners))
 
@@ -251,18 +255,18 @@ class TierManager:
     def _code_all(self, row: int, start: int, end: int) -> None:
         """Demote the FULL windows ``[start, end)`` of a row in all routed layers."""
         everything = slice(0, self.num_layers)
+        width = self.open_rows[row]
         index = torch.tensor([row], device=self.device)
-        before = self.views.tier[:, index, :end]
-        window = torch.arange(end, device=self.device)
-        demoted = (before == Tier.FULL) & self._routed_layers[:, None, None] & (window >= start)
-        pages = self.views.page_table[index, :end].to(torch.int64)
+        before = self.views.tier[:, index, :width]
+        window = torch.arange(width, device=self.device)
+        is_routed = self._routed_layers[:, None, None]
+        demoted = (before == Tier.FULL) & is_routed & (window >= start) & (window < end)
+        pages = self.views.page_table[index, :width].to(torch.int64)
         after, made = self._apply(
             everything, pages, before, torch.where(demoted, Tier.CODED, before), index
         )
         self.counters.add(Counter.CODED_FOR_REUSE, made.sum())
-        width = self.views.tier.shape[-1]
-        tiers = torch.cat([after, self.views.tier[:, index, end:width]], -1)
-        self.views.set_tiers(everything, index, tiers, self.views.outranked[:, index])
+        self.views.set_tiers(everything, index, after, self.views.outranked[:, index, :width])
 
     def drop(self, pages: torch.Tensor) -> None:
         """Keep pages (int64 ``[n]``) no longer."""
@@ -443,11 +447,16 @@ class TierManager:
         """Scores of one layer, float32 ``[rows, N]``, to be added to by attention."""
         return self.views.score[layer]
 
-    def _open_views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The open rows, and the owners and tiers of all their windows: ``[n]``, ``[L, n, N]``."""
-        rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
-        pages = self.views.page_table[rows].to(torch.int64)
-        return rows, self._owners(slice(0, self.num_layers), pages), self.views.tier[:, rows]
+    def _views(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, and owners and tiers of all their windows: int64 ``[n]``, ``[L, n, windows]``."""
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
+        width = max((self.open_rows[row] for row in rows), default=0)
+        pages = self.views.page_table[index, :width].to(torch.int64)
+        return (
+            index,
+            self._owners(slice(0, self.num_layers), pages),
+            self.views.tier[:, index, :width],
+        )
 
     def read_counters(self) -> dict[Counter, int]:
         """All totals; warns, once, of windows that can't be coded (waits for the device)."""
@@ -457,7 +466,7 @@ class TierManager:
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""
         full, coded = self.arena.full, self.arena.coded
-        _, owners, tier = self._open_views()
+        _, owners, tier = self._views(self.open_rows)
         shadows = (full.table >= 0) & (coded.table >= 0)
         in_use = shadows.clone()
         in_use[owners[(tier == Tier.FULL) | (tier == Tier.CODED)]] = True
@@ -473,7 +482,7 @@ class TierManager:
 
     def occupancy(self) -> Occupancy:
         """Windows per tier and layer, over all open rows (waits for the device)."""
-        _, _, tier = self._open_views()
+        _, _, tier = self._views(self.open_rows)
 
         def per_layer(kind: Tier) -> list[int]:
             counts: list[int] = (tier == kind).flatten(1).sum(1).tolist()
@@ -489,7 +498,7 @@ class TierManager:
         """
         problems = self.arena.check_integrity()
         problems += self.views.check_integrity(sorted(self.open_rows))
-        index, owners, tier = self._open_views()
+        index, owners, tier = self._views(self.open_rows)
         for side, kind in ((self.arena.full, Tier.FULL), (self.arena.coded, Tier.CODED)):
             if bool((side.table[owners[tier == kind]] < 0).any()):
                 problems.append(f"a {kind.name} window of a view has no copy")

@@ -59,11 +59,11 @@ class Views:
             num_coded=self.num_coded[layer],
         )
 
-    def open(self, rows: torch.Tensor) -> None:
-        """Make rows (int64 ``[n]``) empty."""
-        self.tier[:, rows] = Tier.NONE
-        self.score[:, rows] = 0.0
-        self.outranked[:, rows] = False
+    def close(self, rows: torch.Tensor, width: int) -> None:
+        """Make rows (int64 ``[n]``) empty, which have had ``width`` windows at most."""
+        self.tier[:, rows, :width] = Tier.NONE
+        self.score[:, rows, :width] = 0.0
+        self.outranked[:, rows, :width] = False
         self.num_full[:, rows] = 0
         self.num_coded[:, rows] = 0
         self.shared[rows] = 0
@@ -105,14 +105,17 @@ class Views:
         self.tier[layers, rows, :n] = tiers
         self.outranked[layers, rows, :n] = outranked
         full, coded = tiers == Tier.FULL, tiers == Tier.CODED
-        lists = torch.zeros((*tiers.shape[:2], width + 1), dtype=torch.int32, device=tiers.device)
+        # What lies between the first n entries and the last n is not touched.
+        span = min(width, 2 * n)
+        lists = torch.zeros((*tiers.shape[:2], span + 1), dtype=torch.int32, device=tiers.device)
         window = torch.arange(n, dtype=torch.int32, device=tiers.device).expand(tiers.shape)
         # Sums of bool would be int64, which takes a CPU ten times as long.
         from_left = full.cumsum(-1, dtype=torch.int32) - 1
-        from_right = width - coded.cumsum(-1, dtype=torch.int32)
-        position = torch.where(full, from_left, torch.where(coded, from_right, width))
+        from_right = span - coded.cumsum(-1, dtype=torch.int32)
+        position = torch.where(full, from_left, torch.where(coded, from_right, span))
         lists.scatter_(-1, position.to(torch.int64), window)
-        self.windows[layers, rows] = lists[..., :width]
+        self.windows[layers, rows, : span - n] = lists[..., : span - n]
+        self.windows[layers, rows, width - n :] = lists[..., span - n : span]
         self.num_full[layers, rows] = full.sum(-1, dtype=torch.int32)
         self.num_coded[layers, rows] = coded.sum(-1, dtype=torch.int32)
 
