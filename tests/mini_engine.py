@@ -96,17 +96,25 @@ class Request:
         ]
 
 
-@dataclass
-class FreePages:
-    """As much of SGLang's allocator and tree as a prefill budget asks."""
+class Waiting(NamedTuple):
+    """A request that is not admitted yet; ``new``: how much it may generate."""
 
-    page_size: int = 8
-    free: int = 1 << 30
-    evictable: int = 0
+    name: int
+    prompt: int
+    text: Text = OWN_TEXT
+    new: int = 1
+
+
+class _LivePages:
+    """As much of SGLang's allocator and tree as a prefill budget asks; changes with the engine."""
+
+    def __init__(self, engine: MiniEngine) -> None:
+        self.page_size = engine.geometry.window
+        self._engine = engine
 
     def available_size(self) -> int:
         """Tokens of free pages."""
-        return self.free
+        return len(self._engine.free_pages) * self.page_size
 
     def supports_mamba(self) -> bool:
         """No."""
@@ -114,7 +122,7 @@ class FreePages:
 
     def evictable_size(self) -> int:
         """Tokens that are cached and not locked."""
-        return self.evictable
+        return self._engine.tree.unlocked() * self.page_size
 
 
 class MiniEngine:
@@ -189,43 +197,51 @@ class MiniEngine:
 
     # -- what a scheduler does ---------------------------------------------------------
 
-    def first_chunk(self, prompt: int, limit: int, text: Text = OWN_TEXT, new: int = 1) -> int:
-        """Tokens that admission lets a new prompt start with; 0 if it has to wait."""
-        if not self.free_rows:
-            return 0
-        pages = self._match(Request(0, prompt, text), new)
-        left = prompt - len(pages) * self.geometry.window
-        budget = self._prefill_budget(pages)
-        fits, tokens = budget.check_prefill(
-            extend_input_len=left,
-            total_tokens=left + new + budget.page_size,
-            max_new_tokens=new,
-            input_tokens=prompt,
-            chunk_limit=limit,
-        )
-        if not fits or tokens is None:
-            return 0
-        if budget.ceil_paged_tokens(left) <= tokens:
-            return left
-        return tokens // budget.page_size * budget.page_size
+    def admit(self, waiting: Sequence[Waiting], limit: int) -> dict[int, int]:
+        """One scheduling pass as SGLang makes it: the next chunk of the prompt in progress first,
+        then as many of those that wait as it lets in, in their order.
 
-    def next_chunk(self, name: int, limit: int) -> int:
-        """Tokens that admission lets a prompt in progress go on with; 0 if it has to wait."""
-        request, budget = self.running[name], self._prefill_budget(())
-        left = request.prompt - request.stored
-        budget.continued = Continued(request.row, request.prompt)
-        tokens = budget.fit_chunk(extend_input_len=left, max_new_tokens=1, chunk_limit=limit)
-        return min(left, tokens or 0)
-
-    def _prefill_budget(self, pages: Sequence[int]) -> TieredPrefillBudget:
+        Returns how many tokens each has in this pass; those that waited are running then.
+        """
         window = self.geometry.window
-        locked = len(set(self.tree.match_pages(pages)))
-        free = FreePages(
-            window, len(self.free_pages) * window, (self.tree.unlocked() - locked) * window
-        )
-        budget = TieredPrefillBudget(free, free, self.state.ledger)
-        budget.prefix = pages
-        return budget
+        pages = _LivePages(self)
+        budget = TieredPrefillBudget(pages, pages, self.state.ledger)
+        chunks: dict[int, int] = {}
+        for request in [r for r in self.running.values() if r.stored < r.prompt]:
+            left = request.prompt - request.stored
+            budget.continued = Continued(request.row, request.prompt)
+            most = budget.available_chunk_tokens(limit)
+            fitting = budget.fit_chunk(extend_input_len=left, max_new_tokens=1, chunk_limit=most)
+            if fitting:
+                chunks[request.name] = tokens = min(left, fitting)
+                budget.reserve(tokens, int(tokens == left), is_chunked_continuation=True)
+                limit -= budget.ceil_paged_tokens(tokens)
+        for name, prompt, text, new in waiting:
+            if limit <= 0 or not self.free_rows or not budget.has_capacity():
+                break
+            request = Request(name, prompt, text)
+            budget.prefix = self._match(request, new)
+            left = prompt - len(budget.prefix) * window
+            locked = request.page_keys(len(budget.prefix), window)
+            self.tree.lock(locked, 1)
+            fits, most = budget.check_prefill(
+                extend_input_len=left,
+                total_tokens=left + new + window,
+                max_new_tokens=new,
+                input_tokens=prompt,
+                chunk_limit=limit,
+            )
+            self.tree.lock(locked, -1)
+            if not fits or not most:
+                break
+            tokens = left if budget.ceil_paged_tokens(left) <= most else most // window * window
+            if not tokens:
+                break
+            budget.reserve(tokens, new if tokens == left else 0)
+            limit -= budget.ceil_paged_tokens(tokens)
+            self.start(name, prompt, text, new)
+            chunks[name] = tokens
+        return chunks
 
     def _match(self, request: Request, new: int) -> list[int]:
         """Pages of the reused prefix; at least one token is always computed."""

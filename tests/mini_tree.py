@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 __all__ = ["MiniTree"]
@@ -61,11 +61,6 @@ class MiniTree:
     def unlocked(self) -> int:
         """How many pages could be evicted."""
         return sum(not node.locks for node in self._nodes())
-
-    def match_pages(self, pages: Sequence[int]) -> list[int]:
-        """Which of these pages are there and not locked."""
-        wanted = set(pages)
-        return [n.page for n in self._nodes() if n.page in wanted and not n.locks]
 
     def clear(self) -> None:
         """Forget everything."""

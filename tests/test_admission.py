@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mini_engine import FreePages
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
@@ -202,6 +201,23 @@ def test_a_grant_beyond_the_memory_is_an_error() -> None:
 
 
 # --- admission ---
+
+
+@dataclass
+class FreePages:
+    """As much of SGLang's allocator and tree as a prefill budget asks: pages without end."""
+
+    page_size: int = 8
+    free: int = 1 << 30
+
+    def available_size(self) -> int:
+        return self.free
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def evictable_size(self) -> int:
+        return 0
 
 
 @dataclass

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mini_engine import MiniEngine, Text
+from mini_engine import MiniEngine, Text, Waiting
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.config import PrefixReuse, Promotion, TieringConfig
@@ -228,21 +228,25 @@ def test_a_burst_into_a_full_pool_reuses_no_wrong_byte_and_retracts_nobody() -> 
     written: dict[int, int] = {}
     texts = [Text(document, 200) for document in range(1, 6)]
     retracted = 0
-    waiting = [(name, texts[name % 5]) for name in range(1, 31)]
+    waiting = [Waiting(name, 240, texts[name % 5], new=20) for name in range(1, 31)]
     steps: dict[int, int] = {}
-    while waiting or steps:
-        while waiting and (tokens := engine.first_chunk(240, 256, waiting[0][1], new=20)):
-            name, text = waiting.pop(0)
-            engine.start(name, 240, text, new=20)
+    while waiting or engine.running:
+        chunks = engine.admit(waiting, 512)
+        waiting = [request for request in waiting if request.name not in chunks]
+        for name in chunks:
             shared = engine.running[name].pages[: engine.running[name].shared]
             assert kept_codes(engine, shared[1:]) == [written[page] for page in shared[1:]]
-            engine.extend({name: tokens})
-            steps[name] = 0
+        if chunks:
+            engine.extend(chunks)
+        for name, request in engine.running.items():
+            if request.stored >= request.prompt:
+                steps.setdefault(name, 0)
         names = list(steps)
         while not engine.can_decode(names):
             retracted += 1
             engine.finish(names.pop())
-        engine.decode(names)
+        if names:
+            engine.decode(names)
         for name in names:
             steps[name] += 1
             if steps[name] == 20:
@@ -269,9 +273,8 @@ def test_what_is_kept_makes_room_first_then_what_requests_would_leave() -> None:
     assert ledger.kept.num_pages == 55
     names = [2, 3, 4]
     for name in names:
-        assert engine.first_chunk(160, 512, Text(name, 160), new=400)
-        engine.start(name, 160, Text(name, 160), new=400)
-        prefill(engine, name)
+        engine.extend(engine.admit([Waiting(name, 160, Text(name, 160), new=400)], 512))
+        assert engine.running[name].stored == 160
     order = []
     while engine.running[names[0]].stored < 560:
         assert engine.can_decode(names), "room was made for all that was admitted"

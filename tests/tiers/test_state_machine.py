@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_engine import MiniEngine, Text
+from mini_engine import MiniEngine, Text, Waiting
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
@@ -71,7 +72,7 @@ class RequestLives(RuleBasedStateMachine):
             fixed_shapes=fixed_shapes,
         )
         self.names = 0
-        self.retracted: list[tuple[int, int, Text]] = []
+        self.retracted: list[Waiting] = []
 
     def decoding(self) -> list[int]:
         return [n for n, r in self.engine.running.items() if r.prompt <= r.stored < 150]
@@ -80,42 +81,58 @@ class RequestLives(RuleBasedStateMachine):
         return [n for n, r in self.engine.running.items() if r.stored < r.prompt]
 
     @rule(
-        # Around min_context, and the lengths from which a routing interval ends there.
-        prompt=st.one_of(st.integers(1, 120), st.sampled_from([25, 30, 35, 40, 41, 42])),
-        chunk=st.integers(1, 130),
-        text=st.builds(
-            Text, st.integers(1, 2), st.sampled_from([0, 30, 61, 120]), st.sampled_from([0, 0, 1])
+        requests=st.lists(
+            st.tuples(
+                # Around min_context, and the lengths from which a routing interval ends there.
+                st.one_of(st.integers(1, 120), st.sampled_from([25, 30, 35, 40, 41, 42])),
+                st.builds(
+                    Text,
+                    st.integers(1, 2),
+                    st.sampled_from([0, 30, 61, 120]),
+                    st.sampled_from([0, 0, 1]),
+                ),
+            ),
+            min_size=1,
+            max_size=3,
         ),
+        chunk=st.integers(1, 200),
     )
-    def start(self, prompt: int, chunk: int, text: Text) -> None:
-        self.names += 1
-        self.admit(self.names, prompt, chunk, text)
+    def arrive(self, requests: list[tuple[int, Text]], chunk: int) -> None:
+        first = self.names + 1
+        self.names += len(requests)
+        self.prefill([Waiting(first + i, *request) for i, request in enumerate(requests)], chunk)
 
     @precondition(lambda self: self.retracted)
     @rule(chunk=st.integers(1, 130))
     def resume(self, chunk: int) -> None:
-        name, prompt, text = self.retracted.pop()
-        self.admit(name, prompt, chunk, text)
-
-    def admit(self, name: int, prompt: int, chunk: int, text: Text) -> None:
-        # Like SGLang, one unfinished prompt at a time.
-        if self.prefilling() or not (tokens := self.engine.first_chunk(prompt, chunk, text)):
-            return
-        cached = self.engine.start(name, prompt, text)
-        assert cached <= prompt - 1
-        if self.engine.config.prefix_reuse is PrefixReuse.OFF:
-            assert cached == 0
-        self.engine.extend({name: tokens})
+        waiting = self.retracted
+        admitted = self.prefill(waiting, chunk)
+        self.retracted = [request for request in waiting if request.name not in admitted]
 
     @precondition(lambda self: self.prefilling())
     @rule(chunk=st.integers(1, 64), mixed=st.booleans())
-    def extend(self, chunk: int, mixed: bool) -> None:
+    def go_on(self, chunk: int, mixed: bool) -> None:
+        self.prefill([], chunk, mixed)
+
+    def prefill(
+        self, waiting: Sequence[Waiting], chunk: int, mixed: bool = False
+    ) -> dict[int, int]:
         decode = self.decoding() if mixed else []
-        if decode and not self.engine.can_decode(decode):
-            decode = []
-        (name,) = self.prefilling()
-        if tokens := self.engine.next_chunk(name, chunk):
-            self.engine.extend({name: tokens}, decode)
+        chunks = self.engine.admit(waiting, chunk)
+        assert len(self.prefilling()) - len(chunks) <= 1
+        for request in waiting:
+            if request.name in chunks:
+                cached = self.engine.running[request.name].stored
+                assert cached <= request.prompt - 1
+                if self.engine.config.prefix_reuse is PrefixReuse.OFF:
+                    assert cached == 0
+        if chunks:
+            if decode and not self.engine.can_decode(decode):
+                decode = []
+            self.engine.extend(chunks, decode)
+        # Like SGLang, which asserts it: one unfinished prompt at a time.
+        assert len(self.prefilling()) <= 1
+        return chunks
 
     @precondition(lambda self: self.decoding())
     @rule(steps=st.integers(1, 12))
@@ -125,7 +142,7 @@ class RequestLives(RuleBasedStateMachine):
             # Pressure: SGLang retracts requests until the rest fits.
             while names and not self.engine.can_decode(names):
                 request = self.engine.running[names.pop()]
-                self.retracted.append((request.name, request.stored, request.text))
+                self.retracted.append(Waiting(request.name, request.stored, request.text))
                 self.engine.finish(request.name)
             if names:
                 self.engine.decode(names)
@@ -197,19 +214,16 @@ def test_requests_that_outgrow_the_memory_are_retracted_and_start_anew() -> None
     engine = MiniEngine(
         lambda g, r: Kernels(g, r), config, GEOMETRY, kv_tokens=260, context=160, rows=4
     )
-    waiting = [(name, 60) for name in range(4)]
+    waiting = [Waiting(name, 60) for name in range(4)]
     retracted = 0
     for _ in range(400):
-        while waiting and (tokens := engine.first_chunk(waiting[0][1], 64)):
-            name, prompt = waiting.pop(0)
-            engine.start(name, prompt)
-            while tokens:
-                engine.extend({name: tokens})
-                tokens = engine.next_chunk(name, 64)
+        while chunks := engine.admit(waiting, 64):
+            waiting = [request for request in waiting if request.name not in chunks]
+            engine.extend(chunks)
         names = list(engine.running)
         while names and not engine.can_decode(names):
             name = names.pop()
-            waiting.append((name, engine.running[name].stored))
+            waiting.append(Waiting(name, engine.running[name].stored))
             engine.finish(name)
             retracted += 1
         engine.decode(names)
