@@ -150,7 +150,6 @@ class QEvictAttentionBackend(AttentionBackend):
         self._places: StorePlaces
         self._score_starts: torch.Tensor | None = None
         runtime.state = self._state
-        requests.register_on_alloc_rows(self._state.rows_allocated)
         requests.attach_aux_cache(self._state)
         logger.info(describe(plan))
 

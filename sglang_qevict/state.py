@@ -29,9 +29,10 @@ CHECK_VARIABLE = "QEVICT_CHECK_INTEGRITY"
 
 
 class _Open(NamedTuple):
-    """A row begins."""
+    """A row begins, and may leave so many windows."""
 
     row: int
+    publishable: int
 
 
 class _Close(NamedTuple):
@@ -110,10 +111,6 @@ class TieringState:
 
     # -- the scheduler's side -------------------------------------------------------
 
-    def rows_allocated(self, rows: list[int]) -> None:
-        """Rows were given to new requests (``ReqToTokenPool.register_on_alloc_rows``)."""
-        self._events.extend(_Open(row) for row in rows)
-
     @rank_consensus(same_params=True)
     def extend_prepared(
         self, row: int, prompt_tokens: int, start: int, end: int, publishes: bool = True
@@ -124,14 +121,14 @@ class TieringState:
         ``publishes``: whether the row may leave its windows when it ends.
         """
         if row not in self.ledger:
+            publishable = UNLIMITED if self._reuses and publishes else 0
             self.ledger.admit(
                 row,
                 Prompt(prompt_tokens, whole=end == prompt_tokens),
-                UNLIMITED if self._reuses and publishes else 0,
+                publishable,
                 self.pages(row, 0, start // self._window) if start else (),
             )
-            if not publishes:
-                self._events.append(_Limit(row, 0))
+            self._events.append(_Open(row, publishable))
         self.ledger.advance(row, end)
 
     def publishable_tokens(self, row: int) -> int:
@@ -198,9 +195,10 @@ class TieringState:
 
     def free(self, row: int) -> None:
         """A row was given back (auxiliary cache)."""
-        self.ledger.remove(row)
-        self._events.append(_Close(row))
-        self._changed = True
+        if row in self.ledger:
+            self.ledger.remove(row)
+            self._events.append(_Close(row))
+            self._changed = True
 
     def alloc_to_lengths(
         self, *, req_pool_indices_cpu: torch.Tensor, target_seq_lens_cpu: torch.Tensor
@@ -268,7 +266,7 @@ class TieringState:
         """Apply consecutive events of one kind."""
         if kind is _Open:
             rows = [event.row for event in events]
-            self.manager.open(rows)
+            self.manager.open(rows, [event.publishable for event in events])
             self._view_tokens.update(dict.fromkeys(rows, 0))
         elif kind is _Close:
             rows = [event.row for event in events]

@@ -254,7 +254,6 @@ class MiniEngine:
     def start(self, name: int, prompt: int, text: Text = OWN_TEXT, new: int = 1) -> int:
         """Admit a request; its prompt is extended chunk by chunk. Returns its cached tokens."""
         request = Request(name, prompt, text, row=self.free_rows.pop())
-        self.state.rows_allocated([request.row])
         self.running[name] = request
         self.outputs[name] = []
         request.pages = self._match(request, new)

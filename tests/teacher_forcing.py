@@ -61,7 +61,6 @@ class TeacherForcing:
         """The same of the tiered model: the prompt prefilled, the other tokens decoded."""
         self.model.set_attn_implementation(_ATTENTION)
         self.state = self._make_state(config, len(tokens), make)
-        self.state.rows_allocated([ROW])
         logits = [self._step(tokens[:prompt], 0, prompt)[-1:]]
         logits += [self._step([tokens[n]], n, prompt) for n in range(prompt, len(tokens) - 1)]
         return torch.cat(logits)

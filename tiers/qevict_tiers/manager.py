@@ -12,8 +12,8 @@ import torch
 from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import PrefixReuse, Promotion
-from qevict_tiers.kept import UNLIMITED, Keep
+from qevict_tiers.config import Promotion
+from qevict_tiers.kept import Keep
 from qevict_tiers.ledger import Counter, Counters, LedgerBytes
 from qevict_tiers.policy import Limits, Tier, route
 from qevict_tiers.views import Views
@@ -118,11 +118,11 @@ class TierManager:
 
     # -- life of a row ------------------------------------------------------------
 
-    def open(self, rows: list[int]) -> None:
-        """Start views for rows; what they held before must have been closed."""
+    def open(self, rows: list[int], publishable: list[int]) -> None:
+        """Start views for rows, which may leave so many windows each (``UNLIMITED``: all)."""
         self.open_rows.update(dict.fromkeys(rows, 0))
-        if self.budget.config.prefix_reuse is not PrefixReuse.OFF:
-            self.views.publishable[torch.tensor(rows, device=self.device)] = UNLIMITED
+        index = torch.tensor(rows, device=self.device)
+        self.views.publishable[index] = torch.tensor(publishable, device=self.device)
 
     def share(self, row: int, pages: torch.Tensor) -> None:
         """Begin the view of an empty row with kept pages (int64 ``[n]``), whose copies it shares.
