@@ -45,9 +45,11 @@ class TieredRadixCache(UnifiedRadixCache):
         last = req.kv.cache_protected_len // self.page_size
         own = own[: last - first]
         # Where the tree had these tokens already, the row has its pages now, not its own.
-        adopted = [a == b for a, b in zip(own, state.pages(row, first, last), strict=True)]
+        found = state.pages(row, first, last)
+        adopted = [a == b for a, b in zip(own, found, strict=True)]
         new = adopted.index(True) if any(adopted) else len(own)
         assert all(adopted[new:]), "the tree took pages from the middle of a row"
+        state.raise_kept(row, first, found[:new])
         if new < len(own):
             state.publish(row, first + new, own[new:])
             self._bound_leaves(req, first + new, last)

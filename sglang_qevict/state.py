@@ -50,6 +50,14 @@ class _Publish(NamedTuple):
     keep: Keep
 
 
+class _Raise(NamedTuple):
+    """FULL windows of a row that is about to end are kept in place of codes."""
+
+    row: int
+    windows: list[int]
+    pages: list[int]
+
+
 class _Limit(NamedTuple):
     """A row may leave less."""
 
@@ -66,7 +74,7 @@ class _Drop(NamedTuple):
 EvictUntil = Callable[[Callable[[], bool]], None]
 """Evicts from the prefix cache, in its own order, until a condition holds or nothing is left."""
 
-_Event = _Open | _Close | _Publish | _Limit | _Drop
+_Event = _Open | _Close | _Publish | _Raise | _Limit | _Drop
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,22 @@ class TieringState:
                 self.ledger.kept.keep(pages[first - start : last - start], keep)
                 self._events.append(_Publish(row, first, last, keep))
         self._changed = True
+
+    @rank_consensus(same_params=True)
+    def raise_kept(self, row: int, start: int, pages: Sequence[int]) -> None:
+        """A row ends whose windows from ``start`` on are kept already, in these pages.
+
+        Where they are codes that nobody shares now, and the row has FULL windows, these are kept
+        instead: or else what a long request has left would keep short ones from reusing it.
+        """
+        if self.ledger.was_routed(row):
+            return
+        kept = self.ledger.kept
+        windows = [i for i, page in enumerate(pages, start) if kept.has_unused_codes(page)]
+        if windows:
+            raised = [pages[window - start] for window in windows]
+            kept.raise_to_full(raised)
+            self._events.append(_Raise(row, windows, raised))
 
     def drop(self, locations: torch.Tensor) -> None:
         """The prefix cache gives up these tokens, whole pages (waits for the device)."""
@@ -276,6 +300,10 @@ class TieringState:
         elif kind is _Publish:
             for event in events:
                 self.manager.publish(event.row, event.start, event.end, event.keep)
+        elif kind is _Raise:
+            for event in events:
+                windows, pages = torch.tensor([event.windows, event.pages]).to(self.manager.device)
+                self.manager.raise_kept(event.row, windows, pages)
         elif kind is _Limit:
             for event in events:
                 self.manager.limit_publishing(event.row, event.windows)

@@ -339,8 +339,11 @@ class MiniEngine:
         if publish:
             tokens = min(request.stored, self.state.publishable_tokens(request.row))
             kept = max(kept, tokens // window)
-            known = self.tree.insert(request.page_keys(kept, window), request.pages[:kept])
+            keys = request.page_keys(kept, window)
+            known = self.tree.insert(keys, request.pages[:kept])
             new = max(known, request.shared)
+            found = self.tree.match(keys)[request.shared : new]
+            self.state.raise_kept(request.row, request.shared, found)
             if new < kept:
                 self.state.publish(request.row, new, request.pages[new:kept])
             self.free_pages.extend(request.pages[request.shared : new])

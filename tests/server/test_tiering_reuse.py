@@ -107,6 +107,16 @@ def test_a_short_prompt_is_answered_from_its_cached_prefix_as_without(server: Se
     assert_same_up_to_a_near_tie(cold, warm)
 
 
+def test_short_prompts_reuse_what_a_long_one_left_once_one_of_them_has_ended(
+    server: Server,
+) -> None:
+    system, document, *questions = prompts([304, 600, 20, 20, 20], start=16_500)
+    ask(server, system + document)
+    found = [cached(ask(server, system + question)) for question in questions]
+    assert found == [8, 304, 304]
+    assert cached(ask(server, system + document)) == 896
+
+
 def test_samples_of_one_prompt_reuse_it(server: Server) -> None:
     (prompt,) = prompts([800], start=17_000)
     sampling = {"n": 3, "temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}

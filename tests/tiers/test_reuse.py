@@ -173,6 +173,47 @@ def test_a_short_request_sees_nothing_but_full_windows_of_its_prefix() -> None:
     assert engine.problems() == []
 
 
+@pytest.mark.parametrize("full_layers", [frozenset[int](), frozenset({1})])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_short_requests_reuse_what_a_long_one_left_once_one_of_them_has_ended(
+    full_layers: frozenset[int], fixed_shapes: bool
+) -> None:
+    budget = Fraction(3, 4) if full_layers else Fraction(3, 10)
+    engine = make_engine(
+        check=True, full_layers=full_layers, budget=budget, fixed_shapes=fixed_shapes
+    )
+    system = Text(1, 80)
+    serve(engine, 1, 300, system)
+    kept = engine.state.ledger.kept.num_bytes
+    assert serve(engine, 2, 96, system, steps=4) == 8  # the sink's page
+    assert engine.problems() == []
+    assert engine.state.ledger.kept.num_bytes > kept
+    assert serve(engine, 3, 96, system, steps=4) == 80
+    assert serve(engine, 4, 300, system) == 80
+    assert engine.problems() == []
+    assert engine.worst_error < 0.02
+    while engine.evict():
+        pass
+    assert engine.problems() == []
+    assert engine.manager.arena.used_bytes == 0
+
+
+def test_codes_that_a_request_shares_stay_while_it_does() -> None:
+    engine = make_engine()
+    system = Text(1, 80)
+    serve(engine, 1, 300, system)
+    serve(engine, 2, 300, system, finish=False)
+    tiers = engine.tiers(2)[:, :10].clone()
+    serve(engine, 3, 96, system, steps=4)
+    assert serve(engine, 4, 96, system, steps=4) == 8
+    engine.state.drain()
+    assert torch.equal(engine.tiers(2)[:, :10], tiers)
+    engine.finish(2, publish=True)
+    serve(engine, 5, 96, system, steps=4)
+    assert serve(engine, 6, 96, system, steps=4) == 80
+    assert engine.problems() == []
+
+
 def test_at_budget_one_reuse_changes_nothing_but_the_work() -> None:
     options: dict[str, object] = {"budget": Fraction(1), "quant_fraction": Fraction(0)}
     cold, warm = make_engine(**options), make_engine(**options)

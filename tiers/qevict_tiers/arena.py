@@ -130,6 +130,18 @@ class Side:
         self._move(survivors, holes)
         self.count.copy_(new_count)
 
+    def rename(self, owners: torch.Tensor, new_owners: torch.Tensor) -> None:
+        """The copies of owners belong to other owners from now on, references and all.
+
+        ``owners``, ``new_owners``: int64 ``[n]``; where one is -1 so is the other; new owners
+        have no copy.
+        """
+        valid = owners >= 0
+        slots = self.slot_of(owners)
+        self._owner[torch.where(valid, self._position(owners), self.capacity)] = new_owners
+        self._set_table(owners, valid, torch.full_like(slots, -1))
+        self._set_table(new_owners, valid, slots)
+
     def _move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         if not self.fixed_shapes:
             moves = sources >= 0

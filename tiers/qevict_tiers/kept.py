@@ -66,6 +66,17 @@ class KeptPages:
         self.num_bytes += len(index) * int(self._bytes[how])
         self.num_pages += len(index)
 
+    def raise_to_full(self, pages: Sequence[int]) -> None:
+        """Keep FULL copies of pages instead of codes."""
+        index = np.asarray(pages, dtype=np.int64)
+        self.num_bytes -= self._sum(index)
+        self._keep[index] = Keep.FULL
+        self.num_bytes += self._sum(index)
+
+    def has_unused_codes(self, page: int) -> bool:
+        """True if codes are kept of a page, and no row shares them now."""
+        return self._keep[page] == Keep.CODES and not self._locks[page]
+
     def drop(self, pages: Sequence[int]) -> None:
         """Keep pages no longer."""
         index = np.asarray(pages, dtype=np.int64)

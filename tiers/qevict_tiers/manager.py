@@ -252,6 +252,25 @@ class TierManager:
         self.arena.coded.retain(self._select(coded & (self.arena.coded.table[owners] >= 0), owners))
         self.kept[pages] = int(keep)
 
+    def raise_kept(self, row: int, windows: torch.Tensor, pages: torch.Tensor) -> None:
+        """Keep the FULL copies of a row's windows for kept pages of which there are codes.
+
+        ``windows``, ``pages``: int64 ``[n]``; the windows are FULL in all layers, the pages hold
+        the same tokens, and nobody shares them. The row has these pages then, instead of its own.
+        """
+        everything = slice(0, self.num_layers)
+        own = self._owners(everything, self.views.page_table[row, windows].to(torch.int64))
+        kept = self._owners(everything, pages)
+        routed = self._routed_layers[:, None].expand(kept.shape)
+        has_codes = routed & (self.arena.coded.table[kept] >= 0)
+        self.arena.coded.release(self._select(has_codes, kept))
+        self.arena.full.rename(self._select(routed, own), self._select(routed, kept))
+        # Layers that are not routed have a FULL copy for the page already.
+        self.arena.full.release(self._select(~routed, own))
+        self.arena.full.retain(kept.flatten())
+        self.views.page_table[row, windows] = pages.to(torch.int32)
+        self.kept[pages] = Keep.FULL
+
     def _code_all(self, row: int, start: int, end: int) -> None:
         """Demote the FULL windows ``[start, end)`` of a row in all routed layers."""
         everything = slice(0, self.num_layers)
