@@ -212,7 +212,7 @@ def test_logprobs_are_those_of_the_greedy_tokens(server: Server) -> None:
         # Below min_context nothing is coded.
         (("--max-total-tokens", "1200"), [250, 260, 270]),
         pytest.param(
-            ("--max-total-tokens", "1900", *EVERYTHING_FULL),
+            ("--max-total-tokens", "1900", "--context-length", "1024", *EVERYTHING_FULL),
             [520, 530, 540],
             marks=pytest.mark.slow,
         ),
