@@ -79,7 +79,6 @@ class Replay:
         """One more request with a prompt of so many tokens, routed at its end."""
         row, state = len(self._lengths) + 1, self._state
         self._grow(row, 0, tokens)
-        state.rows_allocated([row])
         state.extend_prepared(row, tokens, 0, tokens)
         chunks = state.start_extend([row], [0], [tokens])
         locations = self._requests[row, :tokens].long()
