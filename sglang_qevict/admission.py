@@ -117,7 +117,7 @@ class TieredPrefillBudget(PrefillBudget):
     def available_chunk_tokens(self, chunk_limit: int) -> int:
         """How much of a chunk the prompt in progress may use: its bytes are claimed already."""
         available = min(chunk_limit, int(self._free_page_tokens))
-        return available if available > 0 else chunk_limit
+        return available if available >= self.page_size else chunk_limit
 
     def reserve(
         self,
@@ -141,7 +141,7 @@ class TieredPrefillBudget(PrefillBudget):
         else:
             if self._truncates:
                 self._has_truncated = True
-                self._hold(self._candidate_tokens - extend_input_len)
+                self._hold(self._candidate_tokens - extend_input_len - self.page_size)
             self._locked.update(self.prefix)
             self._admitted += self._candidate
 

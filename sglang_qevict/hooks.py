@@ -159,11 +159,18 @@ def add_one_req(adder: Any, request: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def init_req_max_new_tokens(original: Any, scheduler: Any, request: Any) -> None:
-    """A prompt that can never fit gets HTTP 400 with what it would need; SGLang names no bytes."""
+    """A prompt that can never fit gets HTTP 400 with what it would need; SGLang names no bytes.
+
+    A request that leaves the length of its answer to the server gets as much as leaves it free to
+    reuse its whole prompt. One that names a length keeps it, and reuses what that leaves room for.
+    """
+    state, params = runtime.state, request.sampling_params
     prompt_tokens = len(request.origin_input_ids)
+    if state is not None and params.max_new_tokens is None:
+        params.max_new_tokens = state.most_beside_a_prefix(prompt_tokens)
     original(scheduler, request)
-    if runtime.state is not None and request.to_finish is not None:
-        for sentence in refused_prompt(runtime.state.ledger, prompt_tokens):
+    if state is not None and request.to_finish is not None:
+        for sentence in refused_prompt(state.ledger, prompt_tokens):
             request.to_finish.message = sentence
 
 

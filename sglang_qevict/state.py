@@ -139,6 +139,16 @@ class TieringState:
             self._events.append(_Open(row, publishable))
         self.ledger.advance(row, end)
 
+    def most_beside_a_prefix(self, prompt_tokens: int) -> int | None:
+        """What a request may generate on an empty server that keeps its whole prompt for others.
+
+        None if nothing is kept, or not even the prompt fits beside it.
+        """
+        if not self._reuses:
+            return None
+        shared = prompt_tokens // self._window
+        return self.ledger.max_new_tokens(prompt_tokens, self.plan.max_tokens, shared)
+
     def publishable_tokens(self, row: int) -> int:
         """Leading tokens of a row that may be kept if it ends now: no more than were launched."""
         if row not in self.ledger:

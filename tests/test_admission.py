@@ -16,7 +16,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
 from qevict_tiers.config import TieringConfig
-from qevict_tiers.kept import Keep, KeptPages
+from qevict_tiers.kept import Keep
 from sglang_qevict.admission import Continued, TieredPrefillBudget, project_running
 from sglang_qevict.capacity import CapacityPlan, describe, plan_capacity
 from sglang_qevict.pool import TieredAllocator
@@ -590,40 +590,64 @@ def test_an_answer_is_cut_to_what_the_empty_server_could_hold(intake: Intake) ->
     cut = intake(plan).max_new_tokens_for_memory(100, 1_000_000)
     assert cut is not None
     assert 0 < cut < 1_000_000
-    # Alone, or sharing all of its prompt, whichever takes more.
-    kept = KeptPages(plan.budget, plan.num_pages)
-    takes = [
-        max(
-            kept.most_bytes(shared) + plan.claims.peak_bytes(100, 100 + tokens, Sharing(shared))
-            for shared in (0, 12)
-        )
-        for tokens in (cut, cut + 1)
-    ]
-    assert takes[0] <= plan.arena_bytes < takes[1]
+    assert plan.claims.peak_bytes(100, 100 + cut) <= plan.arena_bytes
+    assert plan.claims.peak_bytes(100, 101 + cut) > plan.arena_bytes
 
 
 @pytest.mark.parametrize("prompt_tokens", [400, 700, 1500, 3000])
 @pytest.mark.parametrize("budget", ["0.2", "0.5", "1"])
 @pytest.mark.parametrize("tokens", [4000, 6000])
-def test_what_a_request_may_generate_never_costs_it_its_prefix(
-    intake: Intake, prompt_tokens: int, budget: str, tokens: int
+def test_an_answer_of_no_stated_length_leaves_room_for_the_whole_prompt_as_a_prefix(
+    prompt_tokens: int, budget: str, tokens: int
 ) -> None:
     plan = make_plan(tokens, budget=Fraction(budget))
-    allocator = intake(plan)
-    ledger = runtime.require_state().ledger
-    new_tokens = allocator.max_new_tokens_for_memory(prompt_tokens, 1_000_000)
-    assert new_tokens is not None
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
+    alone = ledger.max_new_tokens(prompt_tokens, 1_000_000)
+    beside = ledger.max_new_tokens(prompt_tokens, 1_000_000, prompt_tokens // 8)
+    assert alone is not None
+    assert beside is not None
+    assert 0 < beside <= alone
     pages = list(range(1, prompt_tokens // 8 + 1))
     everything = plan.budget.keeps_everything
     short = prompt_tokens <= plan.budget.config.min_context
-    # As a long request leaves its prompt, and as a short one does.
-    for most_full in (1, 64):
+    # As a long request leaves its prompt, and as one does that was never routed.
+    for most_full in (1, 65):
         num_full = len(pages) if everything else min(most_full, len(pages))
         ledger.kept.clear()
         ledger.kept.keep(pages[:num_full], Keep.FULL)
         ledger.kept.keep(pages[num_full:], Keep.CODES)
-        usable = ledger.usable_pages(pages, prompt_tokens, prompt_tokens + new_tokens)
+        usable = ledger.usable_pages(pages, prompt_tokens, prompt_tokens + beside)
         assert usable == (num_full if short else len(pages))
+
+
+@given(
+    tokens=st.sampled_from([3000, 6000]),
+    budget=st.sampled_from(["0.2", "0.5"]),
+    prompt=st.integers(600, 8000),
+    new=st.integers(0, 20_000),
+    match=st.integers(1, 1000),
+    full=st.integers(0, 65),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_match_is_cut_to_the_longest_beginning_that_fits(
+    tokens: int, budget: str, prompt: int, new: int, match: int, full: int
+) -> None:
+    plan = make_plan(tokens, budget=Fraction(budget))
+    ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
+    allowed = ledger.max_new_tokens(prompt, new)
+    if allowed is None:
+        return
+    pages = list(range(1, min(match, (prompt - 1) // 8, plan.num_pages) + 1))
+    ledger.kept.keep(pages[:full], Keep.FULL)
+    ledger.kept.keep(pages[full:], Keep.CODES)
+
+    def fits(count: int) -> bool:
+        peak = plan.claims.peak_bytes(prompt, prompt + allowed, Sharing(count))
+        return ledger.kept.bytes_of(pages[:count]) + peak <= plan.arena_bytes
+
+    usable = ledger.usable_pages(pages, prompt, prompt + allowed)
+    assert fits(usable)
+    assert usable == len(pages) or not fits(usable + 1)
 
 
 @pytest.mark.parametrize("tokens", [1500, 3000, 8192])

@@ -50,7 +50,10 @@ def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_r
     monkeypatch.setattr(hooks.runtime, "state", SimpleNamespace(ledger=ledger))
 
     def told(tokens: int) -> str:
-        request = SimpleNamespace(origin_input_ids=[0] * tokens, to_finish=None)
+        params = SimpleNamespace(max_new_tokens=8)
+        request = SimpleNamespace(
+            origin_input_ids=[0] * tokens, to_finish=None, sampling_params=params
+        )
 
         def sglang(scheduler: Any, request: Any) -> None:
             request.origin_input_ids = [0]
@@ -63,6 +66,23 @@ def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_r
         "KV tiering: a prompt of 101 tokens takes 101.0 MiB of windows, but this server has 100.0"
     )
     assert told(100) == "SGLang's own reason"
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 700), (9, 9)])
+def test_an_answer_of_no_stated_length_leaves_room_for_a_prefix(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int
+) -> None:
+    state = SimpleNamespace(most_beside_a_prefix=lambda prompt_tokens: 7 * prompt_tokens)
+    monkeypatch.setattr(hooks.runtime, "state", state)
+    params = SimpleNamespace(max_new_tokens=asked)
+    request = SimpleNamespace(origin_input_ids=[0] * 100, to_finish=None, sampling_params=params)
+    seen = []
+    hooks.init_req_max_new_tokens(
+        lambda scheduler, request: seen.append(request.sampling_params.max_new_tokens),
+        None,
+        request,
+    )
+    assert seen == [given]
 
 
 @pytest.mark.parametrize(

@@ -374,41 +374,39 @@ class ClaimLedger:
         """How many of the kept pages that match its prompt a request can use.
 
         A short request sees nothing but FULL windows, whatever its prefix: as without reuse.
-        And a request must not lock so much of a prefix that it can't grow as it may, which
-        ``max_new_tokens`` leaves room for where it can; elsewhere the prefix is halved.
+        And a request must not lock so much of a prefix that it can't grow as it may.
         """
         usable = len(pages)
         if prompt_tokens <= self.claims.budget.config.min_context:
             usable = self.kept.num_full(pages)
-        while usable:
-            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(usable))
-            if self.kept.bytes_of(pages[:usable]) + peak <= self.capacity_bytes:
-                break
-            usable //= 2
-        return usable
 
-    def max_new_tokens(self, prompt_tokens: int, limit: int) -> int | None:
-        """How much a request may generate on an empty server, up to a limit.
+        def is_too_much(count: int) -> bool:
+            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(count))
+            return self.kept.bytes_of(pages[:count]) + peak > self.capacity_bytes
 
-        It may so even if it shares all its prompt, if that fits at all: so no match is cut for
-        what the request might generate. None if its prompt can't fit.
+        if not usable or not is_too_much(usable):
+            return usable
+        # Where the whole is too much, what fits is from the beginning on.
+        return bisect.bisect_left(range(1, usable + 1), True, key=is_too_much)
+
+    def max_new_tokens(self, prompt_tokens: int, limit: int, shared: int = 0) -> int | None:
+        """How much a request may generate on an empty server, up to a limit; None if its prompt
+        can't fit.
+
+        ``shared``: the leading windows of its prompt that it shall be able to share with others.
         """
+        locked = self.kept.most_bytes(shared)
 
-        def most(shared: int) -> int | None:
-            locked = self.kept.most_bytes(shared)
+        def is_too_much(new_tokens: int) -> bool:
+            final_tokens = prompt_tokens + new_tokens
+            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(shared))
+            return locked + peak > self.capacity_bytes
 
-            def is_too_much(new_tokens: int) -> bool:
-                final_tokens = prompt_tokens + new_tokens
-                peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(shared))
-                return locked + peak > self.capacity_bytes
-
-            if is_too_much(0):
-                return None
-            return bisect.bisect_left(range(1, limit + 1), True, key=is_too_much)
-
-        alone = most(0)
-        sharing = most(prompt_tokens // self.claims.budget.config.window)
-        return alone if alone is None or sharing is None else min(alone, sharing)
+        if not is_too_much(limit):
+            return limit
+        if is_too_much(0):
+            return None
+        return bisect.bisect_left(range(1, limit + 1), True, key=is_too_much)
 
     def was_routed(self, row: int) -> bool:
         """True if a row was routed by the launch under way at the latest."""

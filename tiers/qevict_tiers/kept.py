@@ -43,7 +43,9 @@ class KeptPages:
         codes = budget.num_full_layers * budget.full_bytes
         codes += budget.num_tiered_layers * budget.coded_bytes
         self._bytes = np.array([0, codes, full], dtype=np.int64)
-        self._short_pages = budget.num_windows(budget.config.min_context)
+        # The first event beyond min_context is the first that demotes.
+        longest_unrouted = budget.config.min_context + budget.config.route_every
+        self._short_pages = budget.num_windows(longest_unrouted)
         if budget.keeps_everything:
             self._short_pages = num_pages
         self.num_bytes = 0
@@ -53,7 +55,7 @@ class KeptPages:
     def most_bytes(self, count: int) -> int:
         """The most that may be kept of the first ``count`` pages of a prompt.
 
-        Requests of up to ``min_context`` tokens leave FULL pages, others codes (but for the sink).
+        Requests that were never routed leave FULL pages, others codes (but for the sink).
         """
         full = min(count, self._short_pages)
         return full * int(self._bytes[Keep.FULL]) + (count - full) * int(self._bytes[Keep.CODES])
