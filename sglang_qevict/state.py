@@ -435,7 +435,7 @@ class TieringState:
             },
             "counters": {
                 counter.name.lower(): total
-                for counter, total in self.manager.counters.read().items()
+                for counter, total in self.manager.read_counters().items()
             },
             "requests": len(self.ledger),
             "kept_pages": self.ledger.kept.num_pages,

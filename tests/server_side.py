@@ -64,7 +64,7 @@ def register() -> None:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
+    ) -> torch.Tensor:
         bad = quantize(kernels, full, coded, full_slots, coded_slots, windows)
         if flag.exists():
             written = coded_slots[full_slots >= 0].long()

@@ -65,13 +65,13 @@ def test_wrong_codes_cannot_hide_behind_the_bound(model: TeacherForcing) -> None
         quantize = kernels.quantize
         header = geometry.record.header
 
-        def spoil(full: object, coded: torch.Tensor, *slots: torch.Tensor) -> int:
+        def spoil(full: object, coded: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
             bad = quantize(full, coded, *slots)
             chosen = slots[1][slots[0] >= 0].long()
             floats = coded[chosen, :, header : header + 24].contiguous().view(torch.float32)
             floats[..., 3] *= 2
             coded[chosen, :, header : header + 24] = floats.view(torch.uint8)
-            return int(bad)
+            return bad
 
         kernels.quantize = spoil
         return kernels

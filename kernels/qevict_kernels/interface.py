@@ -99,7 +99,7 @@ class AttentionKernels(Protocol):
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
+    ) -> torch.Tensor:
         """Write the codes of FULL windows.
 
         ``full_slots``, ``coded_slots``, ``windows``: int32 ``[n]``, source slot, target
@@ -107,9 +107,10 @@ class AttentionKernels(Protocol):
         negative source is skipped. Keys are un-rotated in float32, then quantised per
         channel; values are quantised per token.
 
-        Returns the number of windows that can't be coded, since they hold NaN or infinity
-        or a range beyond the format of the parameters. Their records decode to NaN and
-        nothing reads them: the tier manager releases them and evicts the windows.
+        Returns bool ``[n]`` on the same device: which entries can't be coded, since they hold
+        NaN or infinity or a range beyond the format of the parameters (never a skipped one).
+        Their records decode to NaN and nothing reads them: the tier manager releases them and
+        evicts the windows.
         """
         ...
 

@@ -258,14 +258,16 @@ class ReferenceKernels:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
-        """Write the codes of FULL windows; returns how many hold NaN or infinity."""
+    ) -> torch.Tensor:
+        """Write the codes of FULL windows; returns which hold NaN or infinity, ``[n]``."""
         keep = full_slots >= 0
         source, target, windows = full_slots[keep], coded_slots[keep], windows[keep]
         keys = self.rotary.unrotate(full.keys[source.long()], self._positions(windows))
         codes, bad = encode_windows(keys, full.values[source.long()].float(), self.geometry)
         coded[target.long()] = pack(codes, self.geometry)
-        return int(bad.any(-1).sum())
+        refused = torch.zeros_like(keep)
+        refused[keep] = bad.any(-1)
+        return refused
 
     def dequantize(
         self,

@@ -125,7 +125,7 @@ def test_what_can_not_be_coded_is_evicted_from_its_view_alone(
         outputs = {name: torch.stack(engine.outputs[name][-40:]) for name in (1, 2)}
         assert engine.problems() == []
         runs.append((engine.tiers(1), outputs))
-        counts = engine.manager.counters.read()
+        counts = engine.manager.read_counters()
         assert counts[Counter.NON_FINITE] == (2 if spoil else 0)
     (_, clean), (tiers, spoiled) = runs
     assert (tiers[layer, windows] == Tier.EVICTED).all()

@@ -55,8 +55,9 @@ class TierManager:
 
     A window that holds NaN or infinity, or a range beyond the format of the parameters, is
     never coded: where it would be, it is evicted from the view, counted
-    (``Counter.NON_FINITE``) and, the first time, logged. While it is FULL it is attended as
-    it is, as stock SGLang does, and spoils its own request only.
+    (``Counter.NON_FINITE``) and, the first time, logged (with fixed shapes when the counters
+    are next read). While it is FULL it is attended as it is, as stock SGLang does, and spoils
+    its own request only.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class TierManager:
         self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
         self.open_rows: set[int] = set()
         self._warned = False
+        self._refused_layer = torch.full((), -1, dtype=torch.int64, device=device)
         geometry = budget.geometry
         slots = self.arena.full.slots.view(dtype).view(
             -1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim
@@ -340,7 +342,7 @@ class TierManager:
         coded.release(self._select(had_codes & (after == Tier.EVICTED) & ~keeps, owners))
         needs_codes = (after == Tier.CODED) | ((after == Tier.EVICTED) & keeps)
         made = was_full & needs_codes & ~had_codes
-        if self._quantize(made, owners):
+        if not self._quantize(made, owners):
             made &= coded.table[owners] >= 0
             uncoded = (after == Tier.CODED) & (coded.table[owners] < 0)
             after = torch.where(uncoded, Tier.EVICTED, after)
@@ -350,49 +352,51 @@ class TierManager:
         self.counters.add(Counter.QUANTIZED, made.sum())
         return after, made
 
-    def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> int:
-        """Code FULL windows; returns how many can't be coded, which have no codes then."""
+    def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> bool:
+        """Code FULL windows; those that can't be coded have no codes then.
+
+        Returns whether all are known to have been coded, which is never with fixed shapes.
+        """
         chosen = self._select(mask, owners)
         windows = self._select(mask, self._window_index(mask)).to(torch.int32)
         coded_slots = self.arena.coded.allocate(chosen)
-        non_finite = self.kernels.quantize(
+        refused = self.kernels.quantize(
             self.full_arena,
             self.coded_arena,
             self.arena.full.slot_of(chosen),
             coded_slots,
             windows,
         )
-        if non_finite:
-            self._refuse(chosen, coded_slots, windows)
-            self.counters.add(Counter.NON_FINITE, non_finite)
-        return non_finite
+        if self.arena.fixed_shapes:
+            self._refuse(refused, chosen)
+            return False
+        if not refused.any():
+            return True
+        self._refuse(refused, chosen)
+        self._warn_of_refused()
+        return False
 
-    def _refuse(
-        self, owners: torch.Tensor, coded_slots: torch.Tensor, windows: torch.Tensor
-    ) -> None:
-        """Release the codes that decode to NaN, and say so once."""
-        n = owners.shape[0]
-        decoded = torch.zeros(
-            (n, 2, *self.full_arena.keys.shape[1:]),
-            dtype=self.full_arena.keys.dtype,
-            device=self.device,
-        )
-        targets = torch.arange(n, dtype=torch.int32, device=self.device)
-        self.kernels.dequantize(
-            FullArena(keys=decoded[:, 0], values=decoded[:, 1]),
-            self.coded_arena,
-            torch.where(owners >= 0, targets, -1),
-            coded_slots,
-            windows,
-        )
-        refused = torch.where(decoded.isnan().flatten(1).any(1), owners, -1)
-        self.arena.coded.release(refused)
-        if not self._warned:
+    def _refuse(self, refused: torch.Tensor, owners: torch.Tensor) -> None:
+        """Release the codes that decode to NaN, and count them."""
+        if not owners.shape[0]:
+            return
+        gone = torch.where(refused, owners, -1)
+        self.arena.coded.release(gone)
+        self.counters.add(Counter.NON_FINITE, refused.sum())
+        layers = torch.div(gone, self.pages_per_layer, rounding_mode="floor")
+        torch.maximum(self._refused_layer, layers.amax(), out=self._refused_layer)
+
+    def _warn_of_refused(self) -> None:
+        """Say, once, that there are windows that can't be coded (waits for the device)."""
+        if self._warned:
+            return
+        layer = int(self._refused_layer)
+        if layer >= 0:
             self._warned = True
             logger.warning(
                 "KV tiering: layer %d has keys or values that are NaN, infinite or too large to "
                 "be coded; such windows are evicted (said once, counted as non_finite)",
-                int(refused.max()) // self.pages_per_layer,
+                layer,
             )
 
     def _dequantize(self, mask: torch.Tensor, owners: torch.Tensor) -> None:
@@ -444,6 +448,11 @@ class TierManager:
         rows = torch.tensor(sorted(self.open_rows), dtype=torch.int64, device=self.device)
         pages = self.views.page_table[rows].to(torch.int64)
         return rows, self._owners(slice(0, self.num_layers), pages), self.views.tier[:, rows]
+
+    def read_counters(self) -> dict[Counter, int]:
+        """All totals; warns, once, of windows that can't be coded (waits for the device)."""
+        self._warn_of_refused()
+        return self.counters.read()
 
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""

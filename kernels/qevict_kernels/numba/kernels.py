@@ -88,9 +88,11 @@ class NumbaKernels:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
-        """Write the codes of FULL windows; returns how many hold NaN or infinity."""
-        return self._code(quantize_kernel, full, coded, full_slots, coded_slots, windows)
+    ) -> torch.Tensor:
+        """Write the codes of FULL windows; returns which hold NaN or infinity, ``[n]``."""
+        refused = torch.zeros(full_slots.shape, dtype=torch.bool)
+        self._code(quantize_kernel, full, coded, full_slots, coded_slots, windows, refused)
+        return refused
 
     def dequantize(
         self,
@@ -181,7 +183,8 @@ class NumbaKernels:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
+        refused: torch.Tensor | None = None,
+    ) -> None:
         count = full_slots.shape[0]
         self._check_stores(full, coded)
         _check("full_slots", full_slots, (torch.int32,), (count,))
@@ -192,10 +195,11 @@ class NumbaKernels:
             full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
             self._cos_sin.data_ptr(),
             full_slots.data_ptr(), coded_slots.data_ptr(), windows.data_ptr(),
-            count, full.keys.stride(0), 0, 0,
+            0 if refused is None else refused.data_ptr(),
+            count, full.keys.stride(0), 0,
         )  # fmt: skip
         run = self._kernel(kernel, full.keys.dtype)
-        return int(run(None, arguments.ctypes.data, torch.get_num_threads()))
+        run(None, arguments.ctypes.data, torch.get_num_threads())
 
     def _spec(self, dtype: torch.dtype) -> Spec:
         return Spec(

@@ -39,14 +39,13 @@ QUANTIZE_ARGUMENTS = np.dtype(
         for name in (
             # addresses of tensors
             "full_keys", "full_values", "coded", "rotary",
-            "full_slots", "coded_slots", "windows",
-            # number of entries, stride of a FULL slot in elements
-            "count", "slot_stride",
-            # next entry, windows that are not finite
-            "next", "num_bad",
+            "full_slots", "coded_slots", "windows", "refused",
+            # number of entries, stride of a FULL slot in elements, next entry
+            "count", "slot_stride", "next",
         )
     ]
 )  # fmt: skip
+_NEXT = QUANTIZE_ARGUMENTS.itemsize - 8
 
 
 # -- drivers ------------------------------------------------------------------------------
@@ -54,9 +53,9 @@ QUANTIZE_ARGUMENTS = np.dtype(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def quantize_kernel(spec: Any, arguments: int, num_threads: int) -> Any:
-    """Run the work described at ``arguments``; returns the number of bad windows."""
+    """Run the work described at ``arguments``; returns 0."""
     parallel(_quantize_worker, spec, arguments, num_threads)
-    return view(arguments, 1, QUANTIZE_ARGUMENTS)[0].num_bad
+    return 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -71,7 +70,7 @@ def _quantize_worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, QUANTIZE_ARGUMENTS)[0]
     bad = np.empty(1, np.int64)
     while True:
-        entry = atomic_add(_field(arguments, 9), 1)
+        entry = atomic_add(_next(arguments), 1)
         if entry >= a.count:
             break
         if view(a.full_slots, a.count, np.int32)[entry] < 0:
@@ -80,15 +79,14 @@ def _quantize_worker(spec: Any, arguments: int) -> None:
         for head in range(spec.num_kv_heads):
             keys, values, record, rotary = _locate(spec, a, entry, head)
             _quantize_window(spec, keys, values, rotary, record, bad.ctypes.data)
-        if bad[0]:
-            atomic_add(_field(arguments, 10), 1)
+        view(a.refused, a.count, np.bool_)[entry] = bad[0] != 0
 
 
 @njit  # type: ignore[untyped-decorator]
 def _dequantize_worker(spec: Any, arguments: int) -> None:
     a = view(arguments, 1, QUANTIZE_ARGUMENTS)[0]
     while True:
-        entry = atomic_add(_field(arguments, 9), 1)
+        entry = atomic_add(_next(arguments), 1)
         if entry >= a.count:
             break
         if view(a.full_slots, a.count, np.int32)[entry] < 0:
@@ -99,8 +97,9 @@ def _dequantize_worker(spec: Any, arguments: int) -> None:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _field(arguments: int, index: int) -> int:
-    return arguments + 8 * index
+def _next(arguments: int) -> int:
+    """Address of the last field, ``next``."""
+    return arguments + _NEXT
 
 
 @njit  # type: ignore[untyped-decorator]
