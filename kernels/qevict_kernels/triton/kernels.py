@@ -1,0 +1,48 @@
+"""``TritonKernels``: all that ``AttentionKernels`` asks for, on a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.rope import RotaryTable
+from qevict_kernels.triton.codes import Spec
+from qevict_kernels.triton.decode import TritonDecode
+
+__all__ = ["TritonKernels"]
+
+
+class TritonKernels(TritonDecode):
+    """``AttentionKernels`` for a CUDA device; see ``interface`` for what each method does.
+
+    ``device``: where the arenas are; under Triton's interpreter the CPU. ``tile``, ``max_splits``:
+    how decode cuts up a window list (see ``decode``); a result depends on them in its rounding.
+
+    Raises ``ValueError`` for a rotary table that is not linear in the position, and from each
+    method for tensors of a wrong dtype, shape or stride. Slots, pages, rows and windows are not
+    checked.
+    """
+
+    def __init__(
+        self,
+        geometry: WindowGeometry,
+        rotary: RotaryTable,
+        device: torch.device | str = "cuda",
+        *,
+        tile: int = 32,
+        max_splits: int = 32,
+    ) -> None:
+        rotary.require_linear()
+        if rotary.rotary_dim > geometry.head_dim:
+            raise ValueError(
+                f"the rotary table turns {rotary.rotary_dim} channels, "
+                f"a head has {geometry.head_dim}"
+            )
+        self.geometry = geometry
+        self.rotary = rotary
+        packed = not triton.knobs.runtime.interpret
+        self.spec = Spec(geometry, rotary.rotary_dim, rotary.is_neox, packed)
+        self.tile = tile
+        self.max_splits = max_splits
+        self.prepare_decode(torch.device(device))
