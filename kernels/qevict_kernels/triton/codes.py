@@ -46,14 +46,14 @@ __all__ = [
 class Spec:
     """What a kernel is compiled for; passed to it as one ``tl.constexpr``.
 
-    ``packed``: whether two or four numbers of a register are handled by one instruction. The
-    interpreter knows no machine instructions, so it needs ``False``, which computes the same bits.
+    ``interpreted``: whether Triton's interpreter runs it, which knows neither machine instructions
+    nor products of bfloat16.
     """
 
     geometry: WindowGeometry
     rotary_dim: int
     is_neox: bool
-    packed: bool
+    interpreted: bool
 
     @property
     def record(self) -> RecordLayout:
@@ -145,16 +145,16 @@ def _cut_asm(cut: tuple[int, int], one: int) -> str:
 @triton.jit
 def _cut(words, CUT: tl.constexpr, ONE: tl.constexpr, spec: tl.constexpr):
     """int16 words with one code put into the mantissa of ``ONE``, the bits of a 1."""
-    if spec.packed:
-        return tl.inline_asm_elementwise(
-            _cut_asm(CUT, ONE), "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
-        )
-    wide = words.to(tl.int32) & 0xFFFF
-    if CUT[0] >= 0:
-        moved = wide << CUT[0]
-    else:
-        moved = wide >> -CUT[0]
-    return ((moved & CUT[1]) | ONE).to(tl.int16)
+    if spec.interpreted:
+        wide = words.to(tl.int32) & 0xFFFF
+        if CUT[0] >= 0:
+            moved = wide << CUT[0]
+        else:
+            moved = wide >> -CUT[0]
+        return ((moved & CUT[1]) | ONE).to(tl.int16)
+    return tl.inline_asm_elementwise(
+        _cut_asm(CUT, ONE), "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -221,14 +221,14 @@ def load_params(
         base = records.to(tl.pointer_type(tl.float16)) + OFFSET // 2
         return load_channels(base, channel, valid, WHOLE)
     stored = load_channels(records + OFFSET, channel, valid, WHOLE)
-    if spec.packed:
-        # Bytes into the mantissas of 1024: exact, and much cheaper than a conversion.
-        halves = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0x64, 0x4140; prmt.b32 $1, $2, 0x64, 0x4342;",
-            "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-        return halves - 1024.0
-    return stored.to(tl.float16)
+    if spec.interpreted:
+        return stored.to(tl.float16)
+    # Bytes into the mantissas of 1024: exact, and much cheaper than a conversion.
+    halves = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0x64, 0x4140; prmt.b32 $1, $2, 0x64, 0x4342;",
+        "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+    return halves - 1024.0
 
 
 @triton.jit
@@ -296,9 +296,9 @@ def rotated_keys(words1, words2, rotated, token: tl.constexpr, spec: tl.constexp
 
 
 @triton.jit
-def plain_keys(words, coefficients, token: tl.constexpr, spec: tl.constexpr):
+def plain_keys(words, zero_step, token: tl.constexpr, spec: tl.constexpr):
     """Keys of one token in channels that RoPE leaves alone, over ``4**key_exponent``."""
-    zero, step = coefficients
+    zero, step = zero_step
     share: tl.constexpr = 0.25 ** key_exponent(spec.geometry.key_bits, token)
     return (zero * share - step) + unpack_key(words, token, spec) * step
 
@@ -327,3 +327,11 @@ def value_header(records, spec: tl.constexpr):
         return one, one * 0.0, one
     header = records.to(tl.pointer_type(tl.float32)) + spec.record.header // 4
     return tl.load(header + 3), tl.load(header + 4), tl.load(header + 5)
+
+
+@triton.jit
+def product(a, b, sums, spec: tl.constexpr):
+    """``sums + a @ b`` in float32."""
+    if spec.interpreted:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+    return tl.dot(a, b, sums)

@@ -42,6 +42,7 @@ from qevict_kernels.triton.codes import (
     load_channels,
     load_words,
     plain_keys,
+    product,
     rotated_coefficients,
     rotated_keys,
     token_params,
@@ -120,22 +121,26 @@ def coded_queries(query, offsets, head, head_valid, spec: tl.constexpr):
     place in its unit, times ``4**key_exponent``; then per chunk of channels that aren't rotated
     one for exponent 0 and one for 1. ``offsets``: float32 ``[tokens, rotary_dim]``.
     """
+    PAIRS: tl.constexpr = spec.pairs
+    TOKENS: tl.constexpr = spec.tokens
     step = tl.arange(0, CHUNK)
     tiles = ()
-    for start in tl.static_range(0, spec.pairs, CHUNK):
+    for start in tl.static_range(0, PAIRS, CHUNK):
         pair = start + step
         valid = pair < spec.pairs
         channel = pair * spec.pair_stride
         q1 = load_query(query, channel, valid, head, head_valid, spec).to(tl.float32)
         q2 = load_query(query, channel + spec.partner, valid, head, head_valid, spec).to(tl.float32)
-        for token in tl.static_range(spec.tokens):
+        for token in tl.static_range(TOKENS):
             angle = offsets + token * spec.rotary_dim + pair
             cos = tl.load(angle, mask=valid, other=0.0)[:, None]
             sin = tl.load(angle + spec.pairs, mask=valid, other=0.0)[:, None]
             back1 = (q1 * cos + q2 * sin) * 4.0 ** key_exponent(spec.geometry.key_bits, token)
             back2 = (q2 * cos - q1 * sin) * 4.0 ** key_exponent(spec.geometry.key_bits, token)
             tiles = tiles + (back1.to(tl.float16), back2.to(tl.float16))
-    for start in tl.static_range(spec.rotary_dim, spec.head_dim, CHUNK):
+    ROTARY: tl.constexpr = spec.rotary_dim
+    DIM: tl.constexpr = spec.head_dim
+    for start in tl.static_range(ROTARY, DIM, CHUNK):
         channel = start + step
         valid = channel < spec.head_dim
         q = load_query(query, channel, valid, head, head_valid, spec).to(tl.float32)
@@ -153,14 +158,18 @@ def coded_logits(records, position, unit, bases, queries, HEADS: tl.constexpr, s
     ``records``: uint8 pointers; ``position``: of the first token, in units; ``unit``: within the
     window; each ``[TILE]``. ``bases``: float16 ``[positions, rotary_dim]``, cosines, then sines.
     """
+    PAIRS: tl.constexpr = spec.pairs
+    ROTARY: tl.constexpr = spec.rotary_dim
+    DIM: tl.constexpr = spec.head_dim
+    TOKENS: tl.constexpr = spec.tokens
     header = key_header(records, spec)
     table = bases + position * spec.rotary_dim
     logits = ()
-    for _ in tl.static_range(spec.tokens):
+    for _ in tl.static_range(TOKENS):
         logits = logits + (tl.zeros([records.shape[0], HEADS], tl.float32),)
-    for start in tl.static_range(0, spec.pairs, CHUNK):
+    for start in tl.static_range(0, PAIRS, CHUNK):
         logits = add_rotated(logits, records, header, table, unit, queries, start, spec)
-    for start in tl.static_range(spec.rotary_dim, spec.head_dim, CHUNK):
+    for start in tl.static_range(ROTARY, DIM, CHUNK):
         logits = add_plain(logits, records, header, unit, queries, start, spec)
     return logits
 
@@ -185,13 +194,14 @@ def add_rotated(
         coefficients(records, header, first, valid, WHOLE, spec),
         coefficients(records, header, second, valid, WHOLE, spec), cos, sin,
     )  # fmt: skip
+    TOKENS: tl.constexpr = spec.tokens
     summed = ()
-    for token in tl.static_range(spec.tokens):
+    for token in tl.static_range(TOKENS):
         key1, key2 = rotated_keys(words1, words2, rotated, token, spec)
         query1 = queries[(START // CHUNK * spec.tokens + token) * 2]
         query2 = queries[(START // CHUNK * spec.tokens + token) * 2 + 1]
-        logit = tl.dot(key1, query1, logits[token])
-        summed = summed + (tl.dot(key2, query2, logit),)
+        logit = product(key1, query1, logits[token], spec)
+        summed = summed + (product(key2, query2, logit, spec),)
     return summed
 
 
@@ -206,11 +216,12 @@ def add_plain(logits, records, header, unit, queries, START: tl.constexpr, spec:
     valid = channel < spec.head_dim
     words = load_words(records, unit, channel, valid, spec.record.key_codes, BITS, WHOLE, spec)
     zero_step = coefficients(records, header, channel, valid, WHOLE, spec)
+    TOKENS: tl.constexpr = spec.tokens
     summed = ()
-    for token in tl.static_range(spec.tokens):
+    for token in tl.static_range(TOKENS):
         keys = plain_keys(words, zero_step, token, spec)
         query = queries[PLACE + key_exponent(BITS, token)]
-        summed = summed + (tl.dot(keys, query, logits[token]),)
+        summed = summed + (product(keys, query, logits[token], spec),)
     return summed
 
 
@@ -253,6 +264,7 @@ def attend_coded(
     """
     BITS: tl.constexpr = spec.geometry.value_bits
     WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
+    TOKENS: tl.constexpr = spec.tokens
     SLOT: tl.constexpr = spec.geometry.coded_window_bytes
     queries = coded_queries(query, offsets, head, head_valid, spec)
     channel = tl.arange(0, spec.padded_dim)
@@ -287,15 +299,15 @@ def attend_coded(
         for j in tl.static_range(len(words)):
             turned = turned + (tl.trans(words[j]),)
         scale_step, zero_base, zero_step = value_header(records, spec)
-        for token in tl.static_range(spec.tokens):
+        for token in tl.static_range(TOKENS):
             token_scale = token_params(records, unit, token, spec.record.value_scales, spec)
             token_zero = token_params(records, unit, token, spec.record.value_zeros, spec)
             token_scale *= scale_step * 2.0 ** value_exponent(BITS, token)
             token_zero = zero_base + token_zero * zero_step
             scaled = (weights[token] * token_scale[:, None]).to(tl.bfloat16)
             zeros += weights[token] * token_zero[:, None]
-            taken = tl.dot(ones, scaled, taken)
-            values = tl.dot(unpack_value(turned, token, spec), scaled, values)
+            taken = product(ones, scaled, taken, spec)
+            values = product(unpack_value(turned, token, spec), scaled, values, spec)
     values += (tl.sum(zeros, 0) - tl.max(taken, 0))[None, :]
     return top * scale, tl.sum(total, 0), values
 
@@ -307,12 +319,14 @@ def attend_full(
 ):  # fmt: skip
     """The same of FULL units; ``keys``, ``values``: of the KV head in the first slot."""
     WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
+    TOKENS: tl.constexpr = spec.tokens
     channel = tl.arange(0, spec.padded_dim)
     valid = channel < spec.head_dim
     queries = load_query(query, channel, valid, head, head_valid, spec)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     result = tl.zeros([spec.padded_dim, HEADS], tl.float32)
+    nothing = tl.zeros([TILE, HEADS], tl.float32)
     step = tl.arange(0, TILE)
     window, slot = resolve(lists, row, start + step, end - 1, False, spec)
     for first in range(start, end, TILE):
@@ -323,20 +337,20 @@ def attend_full(
         left = tl.where(place < end, seq_len - position * spec.tokens, 0)
         window, slot = resolve(lists, row, place + TILE, end - 1, False, spec)  # one tile ahead
         logits = ()
-        for token in tl.static_range(spec.tokens):
+        for token in tl.static_range(TOKENS):
             key = load_channels(keys + offset + token * spec.head_dim, channel, valid, WHOLE)
-            logits = logits + (tl.dot(key, queries),)
+            logits = logits + (product(key, queries, nothing, spec),)
         weights, sums, top, shift, shrink = softmax(logits, left, top, scale, spec.tokens)
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
         total = total * shrink[None, :] + sums
         result *= shrink[None, :]
-        for token in tl.static_range(spec.tokens):
+        for token in tl.static_range(TOKENS):
             # What no token has written may be NaN, which a weight of 0 does not cancel.
             places = (values + offset + token * spec.head_dim)[:, None] + channel[None, :]
             written = (token < left)[:, None] & valid[None, :]
             value = tl.trans(tl.load(places, mask=written, other=0.0))
-            result = tl.dot(value, weights[token].to(value.dtype), result)
+            result = product(value, weights[token].to(value.dtype), result, spec)
     return top * scale, tl.sum(total, 0), result
 
 
@@ -437,6 +451,7 @@ def merge(
     ``HEADS``: ``Hq``, rounded up to a power of two. The other arguments are those of ``attend``.
     """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
+    UNITS: tl.constexpr = spec.units
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + request)
@@ -487,7 +502,7 @@ def merge(
             mass = tl.zeros([BLOCK], tl.float32)
             own_lses = lses + (request * NUM_HEADS + each) * (columns * spec.units)
             mask = known[:, None] & listed[None, :]
-            for unit in tl.static_range(spec.units):
+            for unit in tl.static_range(UNITS):
                 places = own_lses[:, None] + (entry * spec.units + unit)[None, :]
                 lse = tl.load(places, mask=mask, other=NOTHING)
                 mass += tl.sum(tl.exp2(lse - total[:, None]), 0)

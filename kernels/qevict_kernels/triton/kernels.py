@@ -41,8 +41,8 @@ class TritonKernels(TritonDecode):
             )
         self.geometry = geometry
         self.rotary = rotary
-        packed = not triton.knobs.runtime.interpret
-        self.spec = Spec(geometry, rotary.rotary_dim, rotary.is_neox, packed)
+        interpreted = triton.knobs.runtime.interpret
+        self.spec = Spec(geometry, rotary.rotary_dim, rotary.is_neox, interpreted)
         self.tile = tile
         self.max_splits = max_splits
         self.prepare_decode(torch.device(device))
