@@ -48,7 +48,7 @@ class LosslessKernels(TorchMemory, ReferenceKernels):
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
-    ) -> int:
+    ) -> torch.Tensor:
         """Keep the originals."""
         keep = full_slots >= 0
         source, target = full_slots[keep].long(), coded_slots[keep].long()
@@ -56,7 +56,7 @@ class LosslessKernels(TorchMemory, ReferenceKernels):
         coded[target, 0, :4] = numbers[:, None].view(torch.uint8)
         self.keys = torch.cat([self.keys, full.keys[source].float()])
         self.values = torch.cat([self.values, full.values[source].float()])
-        return 0
+        return torch.zeros_like(keep)
 
     def _coded_windows(
         self, coded: torch.Tensor, slots: torch.Tensor, windows: torch.Tensor
