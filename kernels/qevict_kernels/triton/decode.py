@@ -263,17 +263,18 @@ def attend_coded(
     ``coded``: the first record of the KV head. ``lses``: pointers ``[H]``, one float32 per unit.
     """
     BITS: tl.constexpr = spec.geometry.value_bits
+    DIM: tl.constexpr = spec.padded_dim
     WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
     TOKENS: tl.constexpr = spec.tokens
     SLOT: tl.constexpr = spec.geometry.coded_window_bytes
     queries = coded_queries(query, offsets, head, head_valid, spec)
-    channel = tl.arange(0, spec.padded_dim)
+    channel = tl.arange(0, DIM)
     ones = tl.full([ROWS, TILE], 1.0, tl.float32).to(tl.bfloat16)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     zeros = tl.zeros([TILE, HEADS], tl.float32)  # what the zeros of the values add to all channels
     taken = tl.zeros([ROWS, HEADS], tl.float32)  # what the 1 of unpacked codes adds
-    values = tl.zeros([spec.padded_dim, HEADS], tl.float32)
+    values = tl.zeros([DIM, HEADS], tl.float32)
     step = tl.arange(0, TILE)
     window, slot = resolve(lists, row, start + step, end - 1, True, spec)
     for first in range(start, end, TILE):
@@ -318,14 +319,15 @@ def attend_full(
     lses, HEADS: tl.constexpr, TILE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """The same of FULL units; ``keys``, ``values``: of the KV head in the first slot."""
+    DIM: tl.constexpr = spec.padded_dim
     WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
     TOKENS: tl.constexpr = spec.tokens
-    channel = tl.arange(0, spec.padded_dim)
+    channel = tl.arange(0, DIM)
     valid = channel < spec.head_dim
     queries = load_query(query, channel, valid, head, head_valid, spec)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    result = tl.zeros([spec.padded_dim, HEADS], tl.float32)
+    result = tl.zeros([DIM, HEADS], tl.float32)
     nothing = tl.zeros([TILE, HEADS], tl.float32)
     step = tl.arange(0, TILE)
     window, slot = resolve(lists, row, start + step, end - 1, False, spec)

@@ -39,6 +39,10 @@ class TritonKernels(TritonDecode):
                 f"the rotary table turns {rotary.rotary_dim} channels, "
                 f"a head has {geometry.head_dim}"
             )
+        for name, value, least in (("tile", tile, 16), ("max_splits", max_splits, 1)):
+            if value < least or value & (value - 1):
+                start = f" from {least} on" if least > 1 else ""
+                raise ValueError(f"{name} must be a power of two{start}, got {value}")
         self.geometry = geometry
         self.rotary = rotary
         interpreted = triton.knobs.runtime.interpret
