@@ -12,6 +12,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import ReferenceKernels, decode_windows, unpack
 from qevict_kernels.rope import RotaryTable
 
+CPU = torch.device("cpu")
 # Largest relative error of rounding to nearest.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
@@ -49,6 +50,7 @@ class Case:
     view: LayerView
     rows: torch.Tensor
     scores: torch.Tensor
+    device: torch.device
 
     @property
     def scale(self) -> float:
@@ -77,6 +79,7 @@ def make_case(
     rotary_dim: int | None = None,
     is_neox: bool = True,
     kernels: Callable[[WindowGeometry, RotaryTable], AttentionKernels],
+    device: torch.device = CPU,
     seed: int = 0,
 ) -> Case:
     """Random queries, arenas and views; whatever nobody may read is NaN."""
@@ -133,23 +136,16 @@ def make_case(
         LayerView(page_table, tables[0], tables[1], windows, counts[0], counts[1]),
         rows,
         torch.rand(num_rows, columns, generator=g),
+        device,
     )
 
 
 def run(case: Case, scores: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, scores) of the kernel, on its device; the case stays as it is."""
-    device = case.kernels.rotary.cos_sin.device
+    """(out, scores) of the kernel, run on the case's device; the case stays as it is."""
+    device = case.device
     # Query and output are slices of wider tensors: strided in the first dimension.
-    wide = (
-        torch.full(
-            (len(case.query), case.geometry.num_q_heads + 2, 2, case.geometry.head_dim),
-            torch.nan,
-            dtype=case.query.dtype,
-            device=device,
-        )
-        .transpose(1, 2)
-        .contiguous()
-    )
+    shape = len(case.query), 2, case.geometry.num_q_heads + 2, case.geometry.head_dim
+    wide = torch.full(shape, torch.nan, dtype=case.query.dtype, device=device)
     query, out = wide[:, 0, : case.query.shape[1]], wide[:, 1, : case.query.shape[1]]
     query.copy_(case.query)
     slots = torch.stack([case.full.keys, case.full.values], dim=1).to(device)

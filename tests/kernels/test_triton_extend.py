@@ -27,10 +27,11 @@ class Kernels(TritonExtend):
 
     def __init__(self, geometry: WindowGeometry, rotary: RotaryTable) -> None:
         self.geometry = geometry
-        self.rotary = RotaryTable(rotary.cos_sin.to(DEVICE), rotary.is_neox)
+        self.rotary = rotary
+        self._cos_sin = rotary.cos_sin.to(DEVICE)
 
 
-make_case = partial(make_case_for, kernels=Kernels)
+make_case = partial(make_case_for, kernels=Kernels, device=DEVICE)
 
 
 def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -67,9 +68,9 @@ def test_coded_prefix_equals_dense() -> None:
     check(make_case(GQA, [Request(320, 21, "C")]))
 
 
-@pytest.mark.parametrize("start", [0, 300, 403, 500])
+@pytest.mark.parametrize("start", [0, 203, 500])
 def test_mixed_tiers_equal_dense_for_any_span_of_scores(start: int) -> None:
-    check(make_case(GQA, [Request(300, 151, "FCC.CFC", start)]))
+    check(make_case(GQA, [Request(150, 101, "FCC.CFC", start)]))
 
 
 def test_ragged_batch_equals_dense() -> None:
@@ -122,14 +123,14 @@ def test_shapes_codes_and_rotary_styles_equal_dense(
     geometry: WindowGeometry, half: str, options: dict[str, Any]
 ) -> None:
     dtype = torch.bfloat16 if half == "bf16" else torch.float16
-    requests = [Request(259, 37, "FCC", 270), Request(0, 9)]
+    requests = [Request(131, 21, "FCC", 140), Request(0, 9)]
     check(make_case(geometry, requests, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_chunk_boundaries_change_no_bit(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    request = Request(69, 150, ("FCCF.", "F", "C", "FC")[seed], (0, 150, 101, 190)[seed])
+    request = Request(69, 90, ("FCCF.", "F", "C", "FC")[seed], (0, 120, 101, 150)[seed])
     case = make_case(GQA, [request], seed=seed)
     out, scores = check(case)
     cuts = torch.randint(1, request.extend, (4,), generator=g)
@@ -140,9 +141,9 @@ def test_chunk_boundaries_change_no_bit(seed: int) -> None:
 
 
 def test_token_by_token_changes_no_bit() -> None:
-    case = make_case(GQA, [Request(30, 20, "FC")])
+    case = make_case(GQA, [Request(30, 12, "FC")])
     out, scores = run(case)
-    chunked_out, chunked_scores = run_chunks(case, range(1, 21))
+    chunked_out, chunked_scores = run_chunks(case, range(1, 13))
     assert torch.equal(chunked_out, out)
     assert torch.equal(chunked_scores, scores)
 
@@ -165,7 +166,7 @@ def test_more_requests_than_are_looked_at_at_a_time() -> None:
 
 
 def test_no_scores_asked_leaves_them_alone() -> None:
-    case = make_case(GQA, RAGGED)
+    case = make_case(GQA, RAGGED[2:])
     out, scores = run(case, scores=False)
     assert torch.equal(scores, case.scores)
     assert torch.equal(out, run(case)[0])
@@ -202,11 +203,11 @@ def test_a_corrupted_code_fails_the_comparison() -> None:
 
 
 def test_nan_of_one_request_stays_in_it() -> None:
-    case = make_case(GQA, RAGGED)
+    case = make_case(GQA, [Request(0, 10), Request(90, 5, "FC")])
     out, scores = run(case)
-    case.query[:40] = torch.nan
+    case.query[:10] = torch.nan
     again_out, again_scores = run(case)
-    assert again_out[:40].isnan().all()
-    assert torch.equal(again_out[40:], out[40:])
+    assert again_out[:10].isnan().all()
+    assert torch.equal(again_out[10:], out[10:])
     others = case.rows[1:]
     assert torch.equal(again_scores[others], scores[others])

@@ -29,7 +29,8 @@ class Kernels(TritonCodes, TritonMemory):
 
     def __init__(self, geometry: WindowGeometry, rotary: RotaryTable) -> None:
         self.geometry = geometry
-        self.rotary = RotaryTable(rotary.cos_sin.to(DEVICE), rotary.is_neox)
+        self.rotary = rotary
+        self._cos_sin = rotary.cos_sin.to(DEVICE)
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,7 @@ def test_dequantize_writes_the_numbers_of_the_reference(setup: Setup) -> None:
     expected = FullArena(data[:, 0], data[:, 1])
     got = on_device(expected)
     reference(setup).dequantize(expected, coded, *entries())
-    Kernels(setup.geometry, setup.rotary).dequantize(
-        got, coded.to(DEVICE), *to_device(*entries())
-    )
+    Kernels(setup.geometry, setup.rotary).dequantize(got, coded.to(DEVICE), *to_device(*entries()))
     for a, b in ((got.keys.cpu(), expected.keys), (got.values.cpu(), expected.values)):
         assert b.isnan().any()
         assert torch.equal(a.isnan(), b.isnan())

@@ -34,12 +34,14 @@ pass each token tile reads the keys, once.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from qevict_kernels.checks import LENGTHS, check, check_heads, check_stores, check_view
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
@@ -56,10 +58,14 @@ _LIST_BLOCK = tl.constexpr(1024)
 
 
 class TritonExtend:
-    """``extend`` of ``AttentionKernels``."""
+    """``extend`` of ``AttentionKernels``; see ``interface``.
+
+    ``_cos_sin``: the rotary table, contiguous, on the device of the arenas.
+    """
 
     geometry: WindowGeometry
     rotary: RotaryTable
+    _cos_sin: torch.Tensor
 
     def extend(
         self,
@@ -77,9 +83,19 @@ class TritonExtend:
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         geometry, batch, num_tokens = self.geometry, rows.shape[0], query.shape[0]
+        cos_sin = self._cos_sin
+        check_stores(geometry, full, coded, cos_sin.device.type)
+        for name, tensor in (("query", query), ("out", out)):
+            shape = num_tokens, geometry.num_q_heads, geometry.head_dim
+            check_heads(name, tensor, *shape, full.keys.dtype)
+        check_view(view, scores)
+        check("rows", rows, (torch.int64,), (batch,))
+        check("prefix_lens", prefix_lens, LENGTHS, (batch,))
+        check("extend_lens", extend_lens, LENGTHS, (batch,))
+        if score_starts is not None:
+            check("score_starts", score_starts, LENGTHS, (batch,))
         if not num_tokens:
             return
-        cos_sin = self.rotary.cos_sin.contiguous()
         scale_log2 = scale / math.log(2)
         is_scored = scores is not None and score_starts is not None
         lse = torch.empty(
@@ -87,7 +103,7 @@ class TritonExtend:
             dtype=torch.float32,
             device=query.device,
         )
-        options = attend_options(geometry, self.rotary)
+        options = attend_options(geometry, self.rotary, _generation(cos_sin.device))
         tile_tokens = options["BLOCK_M"] // geometry.group_size
         # Each request has at most one tile that is not full.
         num_tiles = num_tokens // tile_tokens + min(batch, num_tokens)
@@ -113,31 +129,36 @@ class TritonExtend:
         )  # fmt: skip
 
 
+@cache
+def _generation(device: torch.device) -> int:
+    """Major compute capability of a device, 0 in the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
 def attend_options(
-    geometry: WindowGeometry, rotary: RotaryTable
+    geometry: WindowGeometry, rotary: RotaryTable, generation: int
 ) -> dict[str, Any]:
-    """Constants of ``extend_kernel``: they depend on the model alone, so that results do too."""
-    is_wide = geometry.head_dim > 128
-    rows = max(64 if is_wide else 128, triton.next_power_of_2(geometry.group_size))
+    """Constants of ``extend_kernel``. They depend on the model and the device alone, so that
+    results do too; tiles are the largest whose numbers fit the registers."""
+    is_wide, is_large = geometry.head_dim > 128, generation in (9, 10)
+    rows = (64 if is_large else 32) if is_wide else 128
     return _options(geometry, rotary) | {
         "PAD": triton.next_power_of_2(geometry.head_dim),
-        "BLOCK_M": rows,
-        "BLOCK_N": 32 if is_wide else 64,
+        "BLOCK_M": max(rows, triton.next_power_of_2(geometry.group_size)),
+        "BLOCK_N": 64 if is_large and not is_wide else 32,
         "num_warps": 8,
-        "num_stages": 2,
+        "num_stages": 1 if is_wide and not is_large else 2,
     }
 
 
-def score_options(
-    geometry: WindowGeometry, rotary: RotaryTable
-) -> dict[str, Any]:
+def score_options(geometry: WindowGeometry, rotary: RotaryTable) -> dict[str, Any]:
     """Constants of ``score_kernel``; its rows are padded to a power of two of heads a token."""
     group = triton.next_power_of_2(geometry.group_size)
     return _options(geometry, rotary) | {
         "GROUP": group,
         "BLOCK_M": max(64, group),
-        "BLOCK_N": 32 if geometry.head_dim > 128 else 64,
-        "num_warps": 4,
+        "BLOCK_N": 32,
+        "num_warps": 8,
         "num_stages": 1,
     }
 
@@ -404,9 +425,7 @@ def _score_block(
                     HALF, STILL,
                 )  # fmt: skip
             products = _products(q1, q2, q3, k1, k2, k3, STILL) * scale_log2
-            logarithm = tl.load(
-                lse + token * G.num_q_heads + head, mask=is_row, other=float("inf")
-            )
+            logarithm = tl.load(lse + token * G.num_q_heads + head, mask=is_row, other=float("inf"))
             is_seen = position[None, :] <= prefix + token[:, None]
             weight = tl.exp2(tl.where(is_seen, products, -_INFINITY) - logarithm[:, None])
             by_window = tl.sum(tl.reshape(weight, (BLOCK_M, WINDOWS, G.window)), axis=2)
@@ -528,8 +547,7 @@ def _channels(ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, HALF: tl.constexp
     j = tl.arange(0, HALF)
     if IS_NEOX:
         return j, j + ROTARY_DIM // 2
-    else:
-        return 2 * j, 2 * j + 1
+    return 2 * j, 2 * j + 1
 
 
 @triton.jit
@@ -547,5 +565,4 @@ def _dot(a, b, sums):
     """``sums + a b``. The interpreter would multiply bfloat16 as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
-    else:
-        return tl.dot(a, b, sums)
+    return tl.dot(a, b, sums)

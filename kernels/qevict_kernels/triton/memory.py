@@ -1,27 +1,34 @@
 """Moves of tokens and of whole copies: exact, one launch each, no wait for the device."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from qevict_kernels.checks import check, check_full, check_heads
 from qevict_kernels.interface import FullArena
 from qevict_kernels.layout import WindowGeometry
 
-__all__ = ["TritonMemory"]
+__all__ = ["COPY_WORDS", "TritonMemory", "copy_kernel", "store_kernel", "store_options"]
 
 COPY_WORDS = 1024
 """Words of a row that a program moves at a time."""
 
 
 class TritonMemory:
-    """``store`` and ``copy_slots`` of ``AttentionKernels``."""
+    """``store`` and ``copy_slots`` of ``AttentionKernels``; see ``interface``."""
 
     geometry: WindowGeometry
 
     def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of ``slots`` where the source is not negative."""
+        check("sources", sources, (torch.int32,), sources.shape[:1])
+        check("targets", targets, (torch.int32,), sources.shape[:1])
         if not sources.shape[0]:
             return
         for dtype in (torch.int32, torch.uint8):
@@ -29,7 +36,7 @@ class TritonMemory:
             if not (slots.shape[1] % size or slots.stride(0) % size or slots.data_ptr() % size):
                 break
         words = slots.view(dtype)
-        _copy_kernel[(sources.shape[0],)](
+        copy_kernel[(sources.shape[0],)](
             words, sources, targets, words.stride(0), words.shape[1], BLOCK=COPY_WORDS
         )
 
@@ -42,20 +49,35 @@ class TritonMemory:
         values: torch.Tensor,
     ) -> None:
         """Write new tokens into FULL windows where the slot is not negative."""
-        count, geometry = full_slots.shape[0], self.geometry
+        g, count, dtype = self.geometry, full_slots.shape[0], full.keys.dtype
+        check_full(g, full, full_slots.device.type)
+        check("full_slots", full_slots, (torch.int32,), (count,))
+        check("offsets", offsets, (torch.int32,), (count,))
+        check_heads("keys", keys, count, g.num_kv_heads, g.head_dim, dtype)
+        check_heads("values", values, count, g.num_kv_heads, g.head_dim, dtype)
         if not count:
             return
-        channels = geometry.num_kv_heads * geometry.head_dim
-        block = min(triton.next_power_of_2(channels), 1024)
-        _store_kernel[(count, triton.cdiv(channels, block))](
+        options = store_options(g)
+        store_kernel[count, triton.cdiv(options["CHANNELS"], options["BLOCK"])](
             full.keys, full.values, full_slots, offsets, keys, values,
             full.keys.stride(0), keys.stride(0), values.stride(0),
-            CHANNELS=channels, WINDOW=geometry.window, DIM=geometry.head_dim, BLOCK=block,
+            **options,
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_kernel(slots, sources, targets, stride, num_words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_options(geometry: WindowGeometry) -> dict[str, Any]:
+    """Constants of ``store_kernel``."""
+    channels = geometry.num_kv_heads * geometry.head_dim
+    return {
+        "CHANNELS": channels,
+        "WINDOW": geometry.window,
+        "DIM": geometry.head_dim,
+        "BLOCK": min(triton.next_power_of_2(channels), 1024),
+    }
+
+
+@triton.jit
+def copy_kernel(slots, sources, targets, stride, num_words, BLOCK: tl.constexpr):
     """Grid ``[m]``: one program moves one row. Bytes: each row read and written once."""
     entry = tl.program_id(0)
     source = tl.load(sources + entry).to(tl.int64)
@@ -69,8 +91,8 @@ def _copy_kernel(slots, sources, targets, stride, num_words, BLOCK: tl.constexpr
         tl.store(slots + target * stride + word, data, mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def store_kernel(
     full_keys, full_values, full_slots, offsets, keys, values,
     slot_stride, key_stride, value_stride,
     CHANNELS: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,

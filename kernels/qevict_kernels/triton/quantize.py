@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qevict_kernels.checks import check, check_stores
 from qevict_kernels.interface import FullArena
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import SCALE_MARGIN, STEP_MARGIN
@@ -40,10 +41,14 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
 class TritonCodes:
-    """``quantize`` and ``dequantize`` of ``AttentionKernels``."""
+    """``quantize`` and ``dequantize`` of ``AttentionKernels``; see ``interface``.
+
+    ``_cos_sin``: the rotary table, contiguous, on the device of the arenas.
+    """
 
     geometry: WindowGeometry
     rotary: RotaryTable
+    _cos_sin: torch.Tensor
 
     def quantize(
         self,
@@ -54,12 +59,12 @@ class TritonCodes:
         windows: torch.Tensor,
     ) -> torch.Tensor:
         """Write the codes of FULL windows; returns which hold NaN or infinity, bool ``[n]``."""
+        self._check_entries(full, coded, full_slots, coded_slots, windows)
         refused = torch.empty_like(full_slots, dtype=torch.uint8)
         if full_slots.shape[0]:
             quantize_kernel[full_slots.shape](
-                full.keys, full.values, coded, self.rotary.cos_sin.contiguous(),
-                full_slots, coded_slots, windows, refused, full.keys.stride(0),
-                **code_options(self.geometry, self.rotary),
+                full.keys, full.values, coded, self._cos_sin, full_slots, coded_slots, windows,
+                refused, full.keys.stride(0), **code_options(self.geometry, self.rotary),
             )  # fmt: skip
         return refused.view(torch.bool)
 
@@ -72,12 +77,26 @@ class TritonCodes:
         windows: torch.Tensor,
     ) -> None:
         """Rebuild FULL windows from codes."""
+        self._check_entries(full, coded, full_slots, coded_slots, windows)
         if full_slots.shape[0]:
             dequantize_kernel[full_slots.shape](
-                full.keys, full.values, coded, self.rotary.cos_sin.contiguous(),
-                full_slots, coded_slots, windows, full.keys.stride(0),
-                **code_options(self.geometry, self.rotary),
+                full.keys, full.values, coded, self._cos_sin, full_slots, coded_slots, windows,
+                full.keys.stride(0), **code_options(self.geometry, self.rotary),
             )  # fmt: skip
+
+    def _check_entries(
+        self,
+        full: FullArena,
+        coded: torch.Tensor,
+        full_slots: torch.Tensor,
+        coded_slots: torch.Tensor,
+        windows: torch.Tensor,
+    ) -> None:
+        count = full_slots.shape[0]
+        check_stores(self.geometry, full, coded, self._cos_sin.device.type)
+        check("full_slots", full_slots, (torch.int32,), (count,))
+        check("coded_slots", coded_slots, (torch.int32,), (count,))
+        check("windows", windows, (torch.int32,), (count,))
 
 
 def code_options(geometry: WindowGeometry, rotary: RotaryTable) -> dict[str, Any]:
@@ -257,19 +276,18 @@ def _params(low, high, there, BITS: tl.constexpr, G: tl.constexpr):
         need = tl.div_rn(high - zero, tl.zeros_like(low) + LEVELS) * _SCALE_MARGIN
         scale, scales = _half_down(-need)
         return -scale, zero, scales ^ 0x8000, zeros, 0.0, 0.0, 0.0
-    else:
-        base = tl.min(tl.where(there, low, _INFINITY), axis=0)
-        zero_step = tl.div_rn(tl.max(tl.where(there, low, -_INFINITY), axis=0) - base, 255.0)
-        zeros = _clamp(tl.floor(_quotient(low - base, zero_step)), 255.0)
-        zeros = zeros - tl.where(base + zeros * zero_step > low, 1.0, 0.0)
-        zero = base + zeros * zero_step
-        need = tl.div_rn(high - zero, tl.zeros_like(low) + LEVELS)
-        scale_step = tl.max(tl.where(there, need, -_INFINITY), axis=0) * _STEP_MARGIN
-        scales = _clamp(tl.ceil(_quotient(need * _SCALE_MARGIN, scale_step)), 255.0)
-        return (
-            scales * scale_step, zero, _integer(scales), _integer(zeros),
-            scale_step, base, zero_step,
-        )  # fmt: skip
+    base = tl.min(tl.where(there, low, _INFINITY), axis=0)
+    zero_step = tl.div_rn(tl.max(tl.where(there, low, -_INFINITY), axis=0) - base, 255.0)
+    zeros = _clamp(tl.floor(_quotient(low - base, zero_step)), 255.0)
+    zeros = zeros - tl.where(base + zeros * zero_step > low, 1.0, 0.0)
+    zero = base + zeros * zero_step
+    need = tl.div_rn(high - zero, tl.zeros_like(low) + LEVELS)
+    scale_step = tl.max(tl.where(there, need, -_INFINITY), axis=0) * _STEP_MARGIN
+    scales = _clamp(tl.ceil(_quotient(need * _SCALE_MARGIN, scale_step)), 255.0)
+    return (
+        scales * scale_step, zero, _integer(scales), _integer(zeros),
+        scale_step, base, zero_step,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -15,7 +15,9 @@ __all__ = ["load_codes", "load_params"]
 
 
 @triton.jit
-def load_codes(records, token, channel, mask, FIELD: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
+def load_codes(
+    records, token, channel, mask, FIELD: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr
+):
     """int32 codes of the field that begins at byte ``FIELD``; 0 where ``mask`` is not."""
     word = (token // G.code_group) * G.head_dim + channel
     if G.code_group * BITS == 8:
