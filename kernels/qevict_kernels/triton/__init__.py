@@ -1,7 +1,8 @@
 """CUDA kernels in Triton.
 
-``kernels`` puts them together; ``decode`` is the attention of one new token, and ``codes`` how it
-reads coded records.
+``kernels`` puts them together: ``memory`` moves tokens and copies, ``quantize`` writes codes and
+rebuilds windows, ``decode`` is the attention of one new token and ``extend`` that of a chunk.
+``codes`` is how decode reads coded records, ``records`` how the others do.
 """
 
 from qevict_kernels.triton.kernels import TritonKernels

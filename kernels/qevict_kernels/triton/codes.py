@@ -13,16 +13,19 @@ and the 1 and the ``2**n`` are made good in parameters:
   ``k`` is 1 where two tokens are cut out after one shift, and else 0 (``key_exponent``).
 - values, bfloat16: ``value = zero - scale * 2**n + x * scale * 2**n`` (``value_exponent``).
 
-Keys are computed in float16, parameters, cosines and sines included: about six roundings of
-``2**-12`` where storing a key in bfloat16 is one of ``2**-9``. So keys, and queries, must be below
+Keys are computed in float16, parameters, cosines and sines included: some ten roundings of
+``2**-11``, where storing a key in bfloat16 is one of ``2**-8``. So keys, and queries, must be below
 ``2**14`` in magnitude.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# What kernels are written in knows neither unpacking nor conditions joined at compile time:
+# ruff: noqa: RUF005, SIM108
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -74,6 +77,11 @@ class Spec:
     def padded_dim(self) -> int:
         """``head_dim``, rounded up to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
+
+    @property
+    def block(self) -> int:
+        """Channels of values, or of FULL keys, that are handled at a time."""
+        return 32 if self.head_dim % 64 else 64
 
     @property
     def tokens(self) -> int:
@@ -159,7 +167,7 @@ def _cut(words, CUT: tl.constexpr, ONE: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def unpack_key(words, token: tl.constexpr, spec: tl.constexpr):
-    """float16 ``1 + code / 2**(bits + 2 * key_exponent)`` of a token; ``words`` of ``load_words``."""
+    """float16 ``1 + code / 2**(bits + 2 * key_exponent)`` of a token, from ``load_words``."""
     word = words[token * spec.geometry.key_bits // 16]
     cut = _cut(word, _key_cut(spec.geometry.key_bits, token), 0x3C00, spec)
     return cut.to(tl.float16, bitcast=True)
@@ -167,7 +175,7 @@ def unpack_key(words, token: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def unpack_value(words, token: tl.constexpr, spec: tl.constexpr):
-    """bfloat16 ``1 + code / 2**value_exponent`` of a token; ``words`` of ``load_words``."""
+    """bfloat16 ``1 + code / 2**value_exponent`` of a token, from ``load_words``."""
     word = words[token * spec.geometry.value_bits // 16]
     cut = _cut(word, _value_cut(spec.geometry.value_bits, token), 0x3F80, spec)
     return cut.to(tl.bfloat16, bitcast=True)
@@ -193,10 +201,10 @@ def load_words(
     records, unit, channel, valid, OFFSET: tl.constexpr, BITS: tl.constexpr,
     WHOLE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """Code words of ``channel`` ``[C]`` in ``unit`` ``[U]`` of records, a tuple of int16 ``[U, C]``.
+    """Code words of ``channel`` ``[C]`` in ``unit`` ``[U]`` of records: int16 ``[U, C]`` each.
 
     ``records``: uint8 pointers ``[U]``. ``OFFSET``: of the codes in a record. Element ``j`` of the
-    tuple holds the codes that begin at bit ``16 * j`` of the word. ``valid``: see ``load_channels``.
+    tuple holds the codes from bit ``16 * j`` of the word on. ``valid``: see ``load_channels``.
     """
     if spec.tokens * BITS == 8:
         base = records + OFFSET
@@ -207,9 +215,10 @@ def load_words(
     if spec.units > 1:
         base += unit * spec.head_dim
     words = load_channels(base, channel, valid, WHOLE)
+    halves = (words.to(tl.int16),)
     if spec.tokens * BITS == 32:
-        return (words.to(tl.int16), (words >> 16).to(tl.int16))
-    return (words.to(tl.int16),)
+        halves = halves + ((words >> 16).to(tl.int16),)
+    return halves
 
 
 @triton.jit
@@ -249,9 +258,7 @@ def key_header(records, spec: tl.constexpr):
 
 
 @triton.jit
-def coefficients(
-    records, header, channel, valid, WHOLE: tl.constexpr, spec: tl.constexpr
-):
+def coefficients(records, header, channel, valid, WHOLE: tl.constexpr, spec: tl.constexpr):
     """(zero, step) of key channels, float16 ``[U, C]``, so that the key before RoPE is
 
     ``4**k * ((zero / 4**k - step) + unpack_key(words, token) * step)``, ``k = key_exponent``.
@@ -304,9 +311,7 @@ def plain_keys(words, zero_step, token: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def token_params(
-    records, unit, token: tl.constexpr, OFFSET: tl.constexpr, spec: tl.constexpr
-):
+def token_params(records, unit, token: tl.constexpr, OFFSET: tl.constexpr, spec: tl.constexpr):
     """Stored scale or zero of one token's values, float32 ``[U]``; bytes are whole numbers."""
     width: tl.constexpr = 2 if spec.fp16_params else 1
     base = records.to(tl.pointer_type(tl.int32)) + OFFSET // 4

@@ -22,9 +22,13 @@ table of cosines and sines per unit and KV head (most of them from the cache), o
 and query head is written and read, and ``head_dim + 2`` per item and query head.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# What kernels are written in knows neither unpacking nor conditions joined at compile time:
+# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -51,12 +55,10 @@ from qevict_kernels.triton.codes import (
     value_header,
 )
 
-__all__ = ["NUM_WARPS", "TritonDecode", "attend", "merge"]
+__all__ = ["TritonDecode", "attend", "attend_options", "merge", "merge_options"]
 
-NUM_WARPS = 2
 PROGRAMS_PER_SM = 4  # of ``attend``: 255 registers in each of 64 threads
 SCORE_PROGRAMS = 8  # of ``merge``, per request
-MERGE_BLOCK = 64  # windows that one of them takes at a time
 LOG2_E = 1.4426950408889634
 
 CHUNK = tl.constexpr(16)  # channels of a key tile: as few as a matrix product takes
@@ -100,7 +102,7 @@ def resolve(lists, row, unit, last, IS_CODED: tl.constexpr, spec: tl.constexpr):
         column = columns - 1 - column
     window = tl.load(windows + row * window_stride + column)
     page = tl.load(page_table + row * page_stride + window)
-    return window, tl.load(slots + page).to(tl.int64)
+    return window, tl.load(slots + page)
 
 
 # -- queries ---------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def add_rotated(
     logits, records, header, table, unit, queries, START: tl.constexpr, spec: tl.constexpr
 ):
     """``logits`` plus those of a chunk of pairs of channels."""
-    WHOLE: tl.constexpr = START + CHUNK <= spec.pairs
+    WHOLE: tl.constexpr = spec.pairs >= START + CHUNK
     CODES: tl.constexpr = spec.record.key_codes
     BITS: tl.constexpr = spec.geometry.key_bits
     pair = START + tl.arange(0, CHUNK)
@@ -208,7 +210,7 @@ def add_rotated(
 @triton.jit
 def add_plain(logits, records, header, unit, queries, START: tl.constexpr, spec: tl.constexpr):
     """``logits`` plus those of a chunk of channels that RoPE leaves alone."""
-    WHOLE: tl.constexpr = START + CHUNK <= spec.head_dim
+    WHOLE: tl.constexpr = spec.head_dim >= START + CHUNK
     BITS: tl.constexpr = spec.geometry.key_bits
     ROTATED: tl.constexpr = (spec.pairs + CHUNK - 1) // CHUNK * spec.tokens * 2
     PLACE: tl.constexpr = ROTATED + (START - spec.rotary_dim) // CHUNK * 2
@@ -258,59 +260,93 @@ def attend_coded(
     query, head, head_valid, coded, bases, offsets, lists, row, seq_len, start, end, scale, lses,
     HEADS: tl.constexpr, TILE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """Partial result of coded units ``[start, end)``: (top, sum, values ``[D, H]``).
+    """Partial result of coded units ``[start, end)``: (top ``[H]``, sum ``[H]``, values).
 
     ``coded``: the first record of the KV head. ``lses``: pointers ``[H]``, one float32 per unit.
+    Values: a tuple of ``[spec.block, H]``.
     """
     BITS: tl.constexpr = spec.geometry.value_bits
-    DIM: tl.constexpr = spec.padded_dim
-    WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
     TOKENS: tl.constexpr = spec.tokens
     SLOT: tl.constexpr = spec.geometry.coded_window_bytes
     queries = coded_queries(query, offsets, head, head_valid, spec)
-    channel = tl.arange(0, DIM)
     ones = tl.full([ROWS, TILE], 1.0, tl.float32).to(tl.bfloat16)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     zeros = tl.zeros([TILE, HEADS], tl.float32)  # what the zeros of the values add to all channels
     taken = tl.zeros([ROWS, HEADS], tl.float32)  # what the 1 of unpacked codes adds
-    values = tl.zeros([DIM, HEADS], tl.float32)
+    values = no_values(HEADS, spec)
     step = tl.arange(0, TILE)
     window, slot = resolve(lists, row, start + step, end - 1, True, spec)
     for first in range(start, end, TILE):
         place = first + step
         unit = tl.minimum(place, end - 1) % spec.units
         position = window * spec.units + unit
-        records = coded + slot * SLOT
+        records = coded + slot.to(tl.int64) * SLOT
         left = tl.where(place < end, seq_len - position * spec.tokens, 0)
         window, slot = resolve(lists, row, place + TILE, end - 1, True, spec)  # one tile ahead
         logits = coded_logits(records, position, unit, bases, queries, HEADS, spec)
-        weights, sums, top, shift, shrink = softmax(logits, left, top, scale, spec.tokens)
+        weights, sums, top, shift, shrink = softmax(logits, left, top, scale, TOKENS)
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
         total = total * shrink[None, :] + sums
         zeros *= shrink[None, :]
         taken *= shrink[None, :]
-        values *= shrink[None, :]
-        words = load_words(
-            records, unit, channel, channel < spec.head_dim, spec.record.value_codes, BITS, WHOLE,
-            spec,
-        )  # fmt: skip
-        turned = ()
-        for j in tl.static_range(len(words)):
-            turned = turned + (tl.trans(words[j]),)
         scale_step, zero_base, zero_step = value_header(records, spec)
+        scaled = ()
         for token in tl.static_range(TOKENS):
             token_scale = token_params(records, unit, token, spec.record.value_scales, spec)
             token_zero = token_params(records, unit, token, spec.record.value_zeros, spec)
             token_scale *= scale_step * 2.0 ** value_exponent(BITS, token)
             token_zero = zero_base + token_zero * zero_step
-            scaled = (weights[token] * token_scale[:, None]).to(tl.bfloat16)
             zeros += weights[token] * token_zero[:, None]
-            taken = product(ones, scaled, taken, spec)
-            values = product(unpack_value(turned, token, spec), scaled, values, spec)
-    values += (tl.sum(zeros, 0) - tl.max(taken, 0))[None, :]
-    return top * scale, tl.sum(total, 0), values
+            scaled = scaled + ((weights[token] * token_scale[:, None]).to(tl.bfloat16),)
+            taken = product(ones, scaled[token], taken, spec)
+        values = add_coded_values(values, shrink, scaled, records, unit, spec)
+    offset = (tl.sum(zeros, 0) - tl.max(taken, 0))[None, :]
+    complete = ()
+    for j in tl.static_range(len(values)):
+        complete = complete + (values[j] + offset,)
+    return top * scale, tl.sum(total, 0), complete
+
+
+@triton.jit
+def no_values(HEADS: tl.constexpr, spec: tl.constexpr):
+    """The weighted sum of no values: zeros ``[spec.block, H]`` for each block of channels."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
+    values = ()
+    for _ in tl.static_range(0, DIM, BLOCK):
+        values = values + (tl.zeros([BLOCK, HEADS], tl.float32),)
+    return values
+
+
+@triton.jit
+def add_coded_values(values, shrink, scaled, records, unit, spec: tl.constexpr):
+    """``values`` times ``shrink``, plus ``unpack_value`` of a tile times its ``scaled`` weights."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
+    summed = ()
+    for start in tl.static_range(0, DIM, BLOCK):
+        block = values[start // BLOCK] * shrink[None, :]
+        summed = summed + (add_coded_block(block, scaled, records, unit, start, spec),)
+    return summed
+
+
+@triton.jit
+def add_coded_block(block, scaled, records, unit, START: tl.constexpr, spec: tl.constexpr):
+    """One block of channels of ``add_coded_values``."""
+    WHOLE: tl.constexpr = START + spec.block <= spec.head_dim
+    CODES: tl.constexpr = spec.record.value_codes
+    BITS: tl.constexpr = spec.geometry.value_bits
+    TOKENS: tl.constexpr = spec.tokens
+    channel = START + tl.arange(0, spec.block)
+    words = load_words(records, unit, channel, channel < spec.head_dim, CODES, BITS, WHOLE, spec)
+    turned = ()
+    for j in tl.static_range(len(words)):
+        turned = turned + (tl.trans(words[j]),)
+    for token in tl.static_range(TOKENS):
+        block = product(unpack_value(turned, token, spec), scaled[token], block, spec)
+    return block
 
 
 @triton.jit
@@ -319,52 +355,92 @@ def attend_full(
     lses, HEADS: tl.constexpr, TILE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """The same of FULL units; ``keys``, ``values``: of the KV head in the first slot."""
-    DIM: tl.constexpr = spec.padded_dim
-    WHOLE: tl.constexpr = spec.head_dim == spec.padded_dim
     TOKENS: tl.constexpr = spec.tokens
-    channel = tl.arange(0, DIM)
-    valid = channel < spec.head_dim
-    queries = load_query(query, channel, valid, head, head_valid, spec)
+    queries = full_queries(query, head, head_valid, spec)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
-    result = tl.zeros([DIM, HEADS], tl.float32)
-    nothing = tl.zeros([TILE, HEADS], tl.float32)
+    result = no_values(HEADS, spec)
     step = tl.arange(0, TILE)
     window, slot = resolve(lists, row, start + step, end - 1, False, spec)
     for first in range(start, end, TILE):
         place = first + step
         unit = tl.minimum(place, end - 1) % spec.units
         position = window * spec.units + unit
-        offset = slot * slot_stride + unit * (spec.tokens * spec.head_dim)
+        offset = slot.to(tl.int64) * slot_stride + unit * (spec.tokens * spec.head_dim)
         left = tl.where(place < end, seq_len - position * spec.tokens, 0)
         window, slot = resolve(lists, row, place + TILE, end - 1, False, spec)  # one tile ahead
         logits = ()
         for token in tl.static_range(TOKENS):
-            key = load_channels(keys + offset + token * spec.head_dim, channel, valid, WHOLE)
-            logits = logits + (product(key, queries, nothing, spec),)
-        weights, sums, top, shift, shrink = softmax(logits, left, top, scale, spec.tokens)
+            key = keys + offset + token * spec.head_dim
+            logits = logits + (full_logit(key, queries, TILE, HEADS, spec),)
+        weights, sums, top, shift, shrink = softmax(logits, left, top, scale, TOKENS)
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
         total = total * shrink[None, :] + sums
-        result *= shrink[None, :]
+        result = add_full_values(result, shrink, weights, values + offset, left, spec)
+    return top * scale, tl.sum(total, 0), result
+
+
+@triton.jit
+def full_queries(query, head, head_valid, spec: tl.constexpr):
+    """Queries ``[spec.block, H]`` for each block of channels."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
+    queries = ()
+    for start in tl.static_range(0, DIM, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        valid = channel < spec.head_dim
+        queries = queries + (load_query(query, channel, valid, head, head_valid, spec),)
+    return queries
+
+
+@triton.jit
+def full_logit(key, queries, TILE: tl.constexpr, HEADS: tl.constexpr, spec: tl.constexpr):
+    """Raw logits ``[TILE, H]`` of keys at pointers ``key`` ``[TILE]``."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
+    logit = tl.zeros([TILE, HEADS], tl.float32)
+    for start in tl.static_range(0, DIM, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        part = load_channels(key, channel, channel < spec.head_dim, start + BLOCK <= DIM)
+        logit = product(part, queries[start // BLOCK], logit, spec)
+    return logit
+
+
+@triton.jit
+def add_full_values(result, shrink, weights, values, left, spec: tl.constexpr):
+    """``result`` times ``shrink``, plus the values at pointers ``[TILE]`` times their weights."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
+    TOKENS: tl.constexpr = spec.tokens
+    summed = ()
+    for start in tl.static_range(0, DIM, BLOCK):
+        block = result[start // BLOCK] * shrink[None, :]
+        channel = start + tl.arange(0, BLOCK)
         for token in tl.static_range(TOKENS):
             # What no token has written may be NaN, which a weight of 0 does not cancel.
-            places = (values + offset + token * spec.head_dim)[:, None] + channel[None, :]
-            written = (token < left)[:, None] & valid[None, :]
-            value = tl.trans(tl.load(places, mask=written, other=0.0))
-            result = product(value, weights[token].to(value.dtype), result, spec)
-    return top * scale, tl.sum(total, 0), result
+            places = (values + token * spec.head_dim)[:, None] + channel[None, :]
+            written = (token < left)[:, None] & (channel < spec.head_dim)[None, :]
+            value = tl.load(places, mask=written, other=0.0)
+            weight = weights[token].to(value.dtype)
+            block = product(tl.trans(value), weight, block, spec)
+        summed = summed + (block,)
+    return summed
 
 
 @triton.jit
 def store_partial(sums, stats, index, head_valid, partial, spec: tl.constexpr):
     """Partial result ``index`` ``[H]`` into ``sums`` ``[.., D]`` and ``stats`` ``[.., 2]``."""
+    DIM: tl.constexpr = spec.head_dim
+    BLOCK: tl.constexpr = spec.block
     top, total, values = partial
     tl.store(stats + index * 2, top, mask=head_valid)
     tl.store(stats + index * 2 + 1, total, mask=head_valid)
-    channel = tl.arange(0, spec.padded_dim)
-    mask = (channel < spec.head_dim)[:, None] & head_valid[None, :]
-    tl.store(sums + (index * spec.head_dim)[None, :] + channel[:, None], values, mask=mask)
+    for start in tl.static_range(0, DIM, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        mask = (channel < spec.head_dim)[:, None] & head_valid[None, :]
+        places = sums + (index * spec.head_dim)[None, :] + channel[:, None]
+        tl.store(places, values[start // BLOCK], mask=mask)
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "page_stride", "window_stride"])
@@ -395,7 +471,7 @@ def attend(
     num_items = tl.sum(items, 0)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         request = tl.sum((ends <= item).to(tl.int32), 0)
-        local = item - tl.sum(tl.where(each < request, items, 0), 0)
+        local = item - tl.max(tl.where(ends <= item, ends, 0), 0)
         kv_head = local // BLOCKS % KV_HEADS
         in_group = local % BLOCKS * HEADS + tl.arange(0, HEADS)
         head_valid = in_group < GROUP
@@ -406,21 +482,21 @@ def attend(
         full_units = list_units(num_full, own_row, own_len, FULL, spec)
         coded_units = list_units(num_coded, own_row, own_len, CODED, spec)
         full_splits = num_splits(full_units, TILE, MAX_SPLITS)
-        wide = request.to(tl.int64)
-        own_query = query + wide * query_stride
-        own_lses = lses + (wide * spec.geometry.num_q_heads + head) * (columns * spec.units)
+        own_query = query + request.to(tl.int64) * query_stride
+        first_lse = (request.to(tl.int64) * spec.geometry.num_q_heads + head) * columns * spec.units
+        first_partial = request.to(tl.int64) * 2 * MAX_SPLITS + split
         if FULL:
             if split < full_splits:
-                size = split_units(full_units, TILE, MAX_SPLITS)
                 inner: tl.constexpr = spec.geometry.window * spec.head_dim
+                size = split_units(full_units, TILE, MAX_SPLITS)
                 lists = (page_table, full_slot, windows, columns, page_stride, window_stride)
                 partial = attend_full(
                     own_query, head, head_valid, full_keys + kv_head * inner,
                     full_values + kv_head * inner, slot_stride, lists, own_row, own_len,
-                    split * size, tl.minimum(split * size + size, full_units), scale, own_lses,
-                    HEADS, TILE, spec,
+                    split * size, tl.minimum(split * size + size, full_units), scale,
+                    lses + first_lse, HEADS, TILE, spec,
                 )  # fmt: skip
-                index = (wide * 2 * MAX_SPLITS + split) * spec.geometry.num_q_heads + head
+                index = first_partial * spec.geometry.num_q_heads + head
                 store_partial(sums, stats, index, head_valid, partial, spec)
         if CODED:
             if split >= full_splits:
@@ -430,14 +506,89 @@ def attend(
                 partial = attend_coded(
                     own_query, head, head_valid, coded + kv_head * spec.record.record_bytes,
                     bases, offsets, lists, own_row, own_len, split * size,
-                    tl.minimum(split * size + size, coded_units), scale, own_lses + full_units,
-                    HEADS, TILE, spec,
+                    tl.minimum(split * size + size, coded_units), scale,
+                    lses + first_lse + full_units, HEADS, TILE, spec,
                 )  # fmt: skip
-                index = ((wide * 2 + 1) * MAX_SPLITS + split) * spec.geometry.num_q_heads + head
+                index = first_partial + MAX_SPLITS - full_splits
+                index = index * spec.geometry.num_q_heads + head
                 store_partial(sums, stats, index, head_valid, partial, spec)
 
 
 # -- merge -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def merge_outputs(
+    out, sums, stats, first, head, full_splits, coded_splits, MAX_SPLITS: tl.constexpr,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """One query head's output, from the partial results from ``first`` on; zeros if none."""
+    NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
+    index = tl.arange(0, 2 * MAX_SPLITS)
+    live = index % MAX_SPLITS < tl.where(index < MAX_SPLITS, full_splits, coded_splits)
+    place = (first + index) * NUM_HEADS + head
+    tops = tl.load(stats + place * 2, mask=live, other=NOTHING)
+    totals = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
+    top = tl.max(tops, 0)
+    factors = tl.exp2(tops - tl.where(top == NOTHING, 0.0, top))
+    total = tl.sum(factors * totals, 0)
+    channel = tl.arange(0, spec.padded_dim)
+    valid = channel < spec.head_dim
+    places = (place * spec.head_dim)[:, None] + channel[None, :]
+    partial = tl.load(sums + places, mask=live[:, None] & valid[None, :], other=0.0)
+    result = tl.sum(partial * factors[:, None], 0)
+    result = tl.where(total == 0.0, 0.0, result / total)
+    tl.store(out + channel, result.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def log_totals(
+    stats, first, full_splits, coded_splits, HEADS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """Logs (base 2) of the sums of all weights of a request, ``[HEADS]``; 0 where nothing is."""
+    head = tl.arange(0, HEADS)
+    known = head < spec.geometry.num_q_heads
+    top = tl.full([HEADS], NOTHING, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    for split in range(0, full_splits + coded_splits):
+        index = first + split + tl.where(split < full_splits, 0, MAX_SPLITS - full_splits)
+        place = stats + (index * spec.geometry.num_q_heads + head) * 2
+        own_top = tl.load(place, mask=known, other=NOTHING)
+        own_total = tl.load(place + 1, mask=known, other=0.0)
+        new_top = tl.maximum(top, own_top)
+        shift = tl.where(new_top == NOTHING, 0.0, new_top)
+        total = total * tl.exp2(top - shift) + own_total * tl.exp2(own_top - shift)
+        top = new_top
+    return tl.where(total == 0.0, 0.0, tl.log2(total) + top)
+
+
+@triton.jit
+def add_masses(
+    scores, windows, lses, totals, start, step, full_windows, num_windows, columns,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Add the mass of listed windows to a row's ``scores``: ``BLOCK`` of them every ``step``.
+
+    ``lses``: of the request's first head. ``totals``: of ``log_totals``.
+    """
+    NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
+    UNITS: tl.constexpr = spec.units
+    head = tl.arange(0, HEADS)
+    own_lses = lses + head * (columns * UNITS)
+    for first in range(start, num_windows, step):
+        entry = first + tl.arange(0, BLOCK)
+        listed = entry < num_windows
+        mass = tl.zeros([BLOCK], tl.float32)
+        for unit in tl.static_range(UNITS):
+            places = own_lses[:, None] + (entry * UNITS + unit)[None, :]
+            mask = (head < NUM_HEADS)[:, None] & listed[None, :]
+            lse = tl.load(places, mask=mask, other=NOTHING)
+            mass += tl.sum(tl.exp2(lse - totals[:, None]), 0)
+        column = tl.where(entry < full_windows, entry, columns - 1 - entry + full_windows)
+        window = tl.load(windows + column, mask=listed, other=0)
+        score = tl.load(scores + window, mask=listed, other=0.0)
+        tl.store(scores + window, score + mass * (1.0 / NUM_HEADS), mask=listed)
 
 
 @triton.jit(do_not_specialize=["columns", "out_stride", "window_stride", "score_stride"])
@@ -448,13 +599,12 @@ def merge(
     CODED: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[Hq + n, batch]``: outputs of the query heads; the other ``n`` programs of a request
-    add the mass of its windows, ``BLOCK`` of them at a time, to their scores.
+    share out the scores of its windows, each written by one of them.
 
     ``HEADS``: ``Hq``, rounded up to a power of two. The other arguments are those of ``attend``.
     """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
-    UNITS: tl.constexpr = spec.units
-    head = tl.program_id(0)
+    program = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + request)
     seq_len = tl.load(seq_lens + request)
@@ -462,57 +612,21 @@ def merge(
     coded_units = list_units(num_coded, row, seq_len, CODED, spec)
     full_splits = num_splits(full_units, TILE, MAX_SPLITS)
     coded_splits = num_splits(coded_units, TILE, MAX_SPLITS)
-    first_partial = request * 2 * MAX_SPLITS
-    if head < NUM_HEADS:
-        index = tl.arange(0, 2 * MAX_SPLITS)
-        live = index % MAX_SPLITS < tl.where(index < MAX_SPLITS, full_splits, coded_splits)
-        place = (first_partial + index) * NUM_HEADS + head
-        tops = tl.load(stats + place * 2, mask=live, other=NOTHING)
-        totals = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
-        top = tl.max(tops, 0)
-        factors = tl.exp2(tops - tl.where(top == NOTHING, 0.0, top))
-        total = tl.sum(factors * totals, 0)
-        channel = tl.arange(0, spec.padded_dim)
-        valid = channel < spec.head_dim
-        places = (place * spec.head_dim)[:, None] + channel[None, :]
-        partial = tl.load(sums + places, mask=live[:, None] & valid[None, :], other=0.0)
-        result = tl.sum(partial * factors[:, None], 0)
-        result = tl.where(total == 0.0, 0.0, result / total)
-        place = out + request * out_stride + head * spec.head_dim + channel
-        tl.store(place, result.to(out.dtype.element_ty), mask=valid)
+    first = request * 2 * MAX_SPLITS
+    if program < NUM_HEADS:
+        merge_outputs(
+            out + request * out_stride + program * spec.head_dim, sums, stats, first, program,
+            full_splits, coded_splits, MAX_SPLITS, spec,
+        )  # fmt: skip
     else:
-        each = tl.arange(0, HEADS)
-        known = each < NUM_HEADS
-        top = tl.full([HEADS], NOTHING, tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        for split in range(0, full_splits + coded_splits):
-            skipped = tl.where(split < full_splits, 0, MAX_SPLITS - full_splits)
-            place = stats + ((first_partial + split + skipped) * NUM_HEADS + each) * 2
-            own_top = tl.load(place, mask=known, other=NOTHING)
-            new_top = tl.maximum(top, own_top)
-            shift = tl.where(new_top == NOTHING, 0.0, new_top)
-            own_total = tl.load(place + 1, mask=known, other=0.0)
-            total = total * tl.exp2(top - shift) + own_total * tl.exp2(own_top - shift)
-            top = new_top
-        total = tl.where(total == 0.0, 0.0, tl.log2(total) + top)
-        num_windows = (full_units + coded_units) // spec.units
-        num_full_windows = full_units // spec.units
-        chunk = (head - NUM_HEADS) * BLOCK
-        for first in range(chunk, num_windows, (tl.num_programs(0) - NUM_HEADS) * BLOCK):
-            entry = first + tl.arange(0, BLOCK)
-            listed = entry < num_windows
-            mass = tl.zeros([BLOCK], tl.float32)
-            own_lses = lses + (request * NUM_HEADS + each) * (columns * spec.units)
-            mask = known[:, None] & listed[None, :]
-            for unit in tl.static_range(UNITS):
-                places = own_lses[:, None] + (entry * spec.units + unit)[None, :]
-                lse = tl.load(places, mask=mask, other=NOTHING)
-                mass += tl.sum(tl.exp2(lse - total[:, None]), 0)
-            column = tl.where(entry < num_full_windows, entry, columns - 1 - entry + num_full_windows)
-            window = tl.load(windows + row * window_stride + column, mask=listed, other=0)
-            place = scores + row * score_stride + window
-            score = tl.load(place, mask=listed, other=0.0)
-            tl.store(place, score + mass * (1.0 / NUM_HEADS), mask=listed)
+        totals = log_totals(stats, first, full_splits, coded_splits, HEADS, MAX_SPLITS, spec)
+        add_masses(
+            scores + row * score_stride, windows + row * window_stride,
+            lses + request * NUM_HEADS * columns * spec.units, totals,
+            (program - NUM_HEADS) * BLOCK, (tl.num_programs(0) - NUM_HEADS) * BLOCK,
+            full_units // spec.units, (full_units + coded_units) // spec.units, columns,
+            HEADS, BLOCK, spec,
+        )  # fmt: skip
 
 
 # -- launch ----------------------------------------------------------------------------------
@@ -541,8 +655,7 @@ class TritonDecode:
     def prepare_decode(self, device: torch.device) -> None:
         """Tables and the number of programs for ``device``."""
         tokens = self.spec.tokens
-        table = self.rotary.cos_sin.to(device)
-        self._bases = table[::tokens].to(torch.float16).contiguous()
+        self._bases = self.rotary.cos_sin[::tokens].to(device, torch.float16).contiguous()
         self._offsets = self.rotary.in_window(tokens).to(device)
         self._programs = 4
         if device.type == "cuda":
@@ -587,23 +700,18 @@ class TritonDecode:
             return
         self.reserve(batch, columns)
         sums, stats, lses = self._scratch
-        constants = {
-            "spec": self.spec, "TILE": self.tile, "MAX_SPLITS": self.max_splits, "FULL": True,
-            "CODED": True,
-        }  # fmt: skip
         attend[self._programs,](
             query, full.keys, full.values, coded, self._bases, self._offsets, view.page_table,
             view.full_slot, view.coded_slot, view.windows, view.num_full, view.num_coded, rows,
             seq_lens, sums, stats, lses, scale * LOG2_E, batch, columns, query.stride(0),
             full.keys.stride(0), view.page_table.stride(0), view.windows.stride(0),
-            BATCH=triton.next_power_of_2(batch), HEADS=head_block(g), num_warps=NUM_WARPS,
-            num_stages=1, **constants,
+            **attend_options(self.spec, self.tile, self.max_splits, batch),
         )  # fmt: skip
         merge[g.num_q_heads + (SCORE_PROGRAMS if scores is not None else 0), batch](
             out, sums if scores is None else scores, sums, stats, lses, rows, seq_lens,
             view.num_full, view.num_coded, view.windows, columns, out.stride(0),
             view.windows.stride(0), 0 if scores is None else scores.stride(0),
-            HEADS=triton.next_power_of_2(g.num_q_heads), BLOCK=MERGE_BLOCK, num_warps=4, **constants,
+            **merge_options(self.spec, self.tile, self.max_splits),
         )  # fmt: skip
 
     def _scratch_numbers(self, batch: int, columns: int) -> tuple[int, int, int]:
@@ -613,9 +721,33 @@ class TritonDecode:
         return partials * self.geometry.head_dim, partials * 2, lses
 
 
-def head_block(geometry: WindowGeometry) -> int:
-    """Query heads of one KV head that an item takes together."""
-    return 8 if geometry.group_size <= 8 else 16
+def attend_options(spec: Spec, tile: int, max_splits: int, batch: int) -> dict[str, Any]:
+    """Constants of ``attend``, and how it is compiled."""
+    return {
+        "spec": spec,
+        "BATCH": triton.next_power_of_2(batch),
+        "HEADS": 8 if spec.geometry.group_size <= 8 else 16,
+        "TILE": tile,
+        "MAX_SPLITS": max_splits,
+        "FULL": True,
+        "CODED": True,
+        "num_warps": 2,
+        "num_stages": 1,
+    }
+
+
+def merge_options(spec: Spec, tile: int, max_splits: int) -> dict[str, Any]:
+    """Constants of ``merge``, and how it is compiled."""
+    return {
+        "spec": spec,
+        "HEADS": triton.next_power_of_2(spec.geometry.num_q_heads),
+        "TILE": tile,
+        "MAX_SPLITS": max_splits,
+        "BLOCK": 64,
+        "FULL": True,
+        "CODED": True,
+        "num_warps": 4,
+    }
 
 
 def _allocate(

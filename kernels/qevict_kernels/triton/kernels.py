@@ -9,11 +9,14 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.codes import Spec
 from qevict_kernels.triton.decode import TritonDecode
+from qevict_kernels.triton.extend import TritonExtend
+from qevict_kernels.triton.memory import TritonMemory
+from qevict_kernels.triton.quantize import TritonCodes
 
 __all__ = ["TritonKernels"]
 
 
-class TritonKernels(TritonDecode):
+class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend):
     """``AttentionKernels`` for a CUDA device; see ``interface`` for what each method does.
 
     ``device``: where the arenas are; under Triton's interpreter the CPU. ``tile``, ``max_splits``:
@@ -43,10 +46,12 @@ class TritonKernels(TritonDecode):
             if value < least or value & (value - 1):
                 start = f" from {least} on" if least > 1 else ""
                 raise ValueError(f"{name} must be a power of two{start}, got {value}")
+        device = torch.device(device)
         self.geometry = geometry
-        self.rotary = rotary
+        self.rotary = RotaryTable(rotary.cos_sin.to(device).contiguous(), rotary.is_neox)
+        self._cos_sin = self.rotary.cos_sin
         interpreted = triton.knobs.runtime.interpret
         self.spec = Spec(geometry, rotary.rotary_dim, rotary.is_neox, interpreted)
         self.tile = tile
         self.max_splits = max_splits
-        self.prepare_decode(torch.device(device))
+        self.prepare_decode(device)
