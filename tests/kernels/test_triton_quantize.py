@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -135,6 +135,16 @@ def test_quantize_writes_the_bytes_of_the_reference(setup: Setup, seed: int) -> 
     assert told.dtype == torch.bool
     assert torch.equal(told.cpu(), refused)
     assert torch.equal(got.cpu(), expected)
+
+
+def test_a_skipped_entry_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the memory held before."""
+    full, coded, skipped = hostile_arena(SMALL), records(SMALL, 7), torch.full((3,), -1).int()
+    monkeypatch.setattr(torch, "empty_like", partial(torch.full_like, fill_value=1))
+    refused = Kernels(SMALL.geometry, SMALL.rotary).quantize(
+        on_device(full), coded.to(DEVICE), *to_device(skipped, skipped, skipped)
+    )
+    assert refused.tolist() == [False] * 3
 
 
 def test_a_range_beyond_float16_parameters_is_refused() -> None:

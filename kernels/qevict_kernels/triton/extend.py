@@ -103,7 +103,7 @@ class TritonExtend:
             dtype=torch.float32,
             device=query.device,
         )
-        options = attend_options(geometry, self.rotary, _generation(cos_sin.device))
+        options = attend_options(geometry, self.rotary, _architecture(cos_sin.device))
         tile_tokens = options["BLOCK_M"] // geometry.group_size
         # Each request has at most one tile that is not full.
         num_tiles = num_tokens // tile_tokens + min(batch, num_tokens)
@@ -130,22 +130,28 @@ class TritonExtend:
 
 
 @cache
-def _generation(device: torch.device) -> int:
-    """Major compute capability of a device, 0 in the interpreter."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+def _architecture(device: torch.device) -> int:
+    """Compute capability of a device as in sm_90, 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def attend_options(
-    geometry: WindowGeometry, rotary: RotaryTable, generation: int
+    geometry: WindowGeometry, rotary: RotaryTable, architecture: int
 ) -> dict[str, Any]:
     """Constants of ``extend_kernel``. They depend on the model and the device alone, so that
-    results do too; tiles are the largest whose numbers fit the registers."""
-    is_wide, is_large = geometry.head_dim > 128, generation in (9, 10)
+    results do too; tiles are the largest whose numbers fit the registers. Blocks are fetched one
+    ahead where shared memory has room."""
+    is_wide, is_large = geometry.head_dim > 128, architecture // 10 in (9, 10)
+    has_room = is_large or architecture == 80 or geometry.head_dim == 64
     rows = (64 if is_large else 32) if is_wide else 128
     return _options(geometry, rotary) | {
         "PAD": triton.next_power_of_2(geometry.head_dim),
         "BLOCK_M": max(rows, triton.next_power_of_2(geometry.group_size)),
         "BLOCK_N": 64 if is_large and not is_wide else 32,
+        "CODED_STAGES": 2 if has_room else 1,
         "num_warps": 8,
         "num_stages": 1 if is_wide and not is_large else 2,
     }
@@ -186,7 +192,7 @@ def extend_kernel(
     batch, num_columns, query_stride, out_stride, slot_stride, page_table_stride, windows_stride,
     HAS_LSE: tl.constexpr, G: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     HALF: tl.constexpr, STILL: tl.constexpr, PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[tiles, Hkv]``; see the module. ``lse``: float32 ``[T, Hq]``, base 2, out."""
     GROUP: tl.constexpr = G.num_q_heads // G.num_kv_heads
@@ -267,7 +273,7 @@ def extend_kernel(
 
     count = tl.load(num_coded + row)
     L: tl.constexpr = G.record
-    for block in range(0, tl.cdiv(count, WINDOWS)):
+    for block in tl.range(0, tl.cdiv(count, WINDOWS), num_stages=CODED_STAGES):
         entry = block * WINDOWS + n // G.window
         window = tl.load(windows + (num_columns - 1 - tl.minimum(entry, count - 1)))
         position = window * G.window + offset

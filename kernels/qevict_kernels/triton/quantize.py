@@ -188,7 +188,7 @@ def quantize_kernel(
             tl.store(header + 5, tl.where(is_bad, _NAN, v2))
         padding = L.payload_bytes + tl.arange(0, 64)
         tl.store(record + padding, tl.zeros_like(padding), mask=padding < L.record_bytes)
-    tl.store(refused + entry, (num_bad > 0).to(tl.uint8))
+    tl.store(refused + entry, tl.where(num_bad > 0, 1, 0).to(tl.uint8))
 
 
 @triton.jit
@@ -278,12 +278,12 @@ def _params(low, high, there, BITS: tl.constexpr, G: tl.constexpr):
         return -scale, zero, scales ^ 0x8000, zeros, 0.0, 0.0, 0.0
     base = tl.min(tl.where(there, low, _INFINITY), axis=0)
     zero_step = tl.div_rn(tl.max(tl.where(there, low, -_INFINITY), axis=0) - base, 255.0)
-    zeros = _clamp(tl.floor(_quotient(low - base, zero_step)), 255.0)
+    zeros = _floor(_clamp(_quotient(low - base, zero_step), 255.0))
     zeros = zeros - tl.where(base + zeros * zero_step > low, 1.0, 0.0)
     zero = base + zeros * zero_step
     need = tl.div_rn(high - zero, tl.zeros_like(low) + LEVELS)
     scale_step = tl.max(tl.where(there, need, -_INFINITY), axis=0) * _STEP_MARGIN
-    scales = _clamp(tl.ceil(_quotient(need * _SCALE_MARGIN, scale_step)), 255.0)
+    scales = _ceil(_clamp(_quotient(need * _SCALE_MARGIN, scale_step), 255.0))
     return (
         scales * scale_step, zero, _integer(scales), _integer(zeros),
         scale_step, base, zero_step,
@@ -358,6 +358,20 @@ def _quotient(a, b):
 def _clamp(x, most):
     """``x`` in [0, most]; NaN gives either."""
     return tl.minimum(tl.maximum(x, 0.0), most)
+
+
+@triton.jit
+def _floor(x):
+    """A float32 in [0, 255] rounded down (the device's own would take subnormals for 0)."""
+    nearest = (x + _TO_INTEGER) - _TO_INTEGER
+    return tl.where(nearest > x, nearest - 1.0, nearest)
+
+
+@triton.jit
+def _ceil(x):
+    """A float32 in [0, 255] rounded up."""
+    nearest = (x + _TO_INTEGER) - _TO_INTEGER
+    return tl.where(nearest < x, nearest + 1.0, nearest)
 
 
 @triton.jit
