@@ -190,6 +190,29 @@ def test_decode_with_a_yarn_table_agrees_with_the_reference() -> None:
     assert (out - expected).abs().max() <= 4 * ROUNDING[torch.bfloat16] * expected.abs().max()
 
 
+@pytest.mark.parametrize("params", [UINT8, FP16], ids=["uint8", "fp16"])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_coded_keys_are_as_exact_as_keys_stored_in_bfloat16(params: ParamFormat, bits: int) -> None:
+    """The error of the log of a window's mass, against that of keys rounded after RoPE.
+
+    The interpreter rounds a product before it is added to.
+    """
+    setup = Setup(WindowGeometry(1, 1, 128, 8, bits, 2, params), 128, True)
+    case = random_case(setup.geometry, reference(setup).rotary, [(0, 3 * TILE)])
+    case = replace(case, scores=torch.zeros_like(case.scores))
+    row = int(case.rows[0])
+    windows, keys, _ = reference(setup)._row_windows(case.full, case.coded, case.view, row)
+
+    def log_mass(keys: torch.Tensor) -> torch.Tensor:
+        logits = (keys[:, 0].double() @ case.query[0, 0].double()) * case.scale  # [n, W]
+        return logits.flatten().softmax(0).view(logits.shape).sum(-1).log()
+
+    _, scores = decode(kernels(setup), case)
+    error = scores[row, windows.long()].double().log() - log_mass(keys)
+    stored = log_mass(keys.bfloat16()) - log_mass(keys)
+    assert error.square().mean() <= (2 if IS_INTERPRETED else 1) * stored.square().mean()
+
+
 def test_empty_request_gives_zeros_and_no_score() -> None:
     case = random_case(TINY.geometry, reference(TINY).rotary, [(2, 3), (0, 0)])
     for length in (0, 1):

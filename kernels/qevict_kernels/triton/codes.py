@@ -5,17 +5,18 @@ one unit, longer ones two or four. Kernels work on tiles of units by channels, o
 unit after another, so that a word and its parameters are read once for all its tokens, and so
 that sums over the tokens of a unit stay within a thread.
 
-Codes become floats without conversion: they are cut out of the word and put into the mantissa of a
-1, two of them in one 32-bit instruction. Such a number ``x = 1 + code / 2**n`` is used as it is,
-and the 1 and the ``2**n`` are made good in parameters:
+Codes become floats without conversion: they are cut out of the word and taken as the mantissa of a
+float, two of them in one 32-bit instruction, and parameters make good the power of two.
 
-- keys, float16: ``key / 4**k = (zero / 4**k - step) + x * step`` with ``step = scale * 2**bits``.
-  ``k`` is 1 where two tokens are cut out after one shift, and else 0 (``key_exponent``).
-- values, bfloat16: ``value = zero - scale * 2**n + x * scale * 2**n`` (``value_exponent``).
+- keys, float16, subnormal: ``x = code / 2**16 / 4**k`` (4 bits: ``/ 2**18``), and
+  ``key * KEY_UNIT / 4**k = zero / 4**k + x * step``, where ``step`` carries the rest, and ``k``
+  is 1 where two tokens are cut out after one shift, and else 0 (``key_exponent``).
+- values, bfloat16: ``x = 1 + code / 2**n`` (``n`` of ``value_exponent``), and the value is
+  ``zero - scale * 2**n + x * scale * 2**n``.
 
-Keys are computed in float16, parameters, cosines and sines included: some ten roundings of
-``2**-11``, where storing a key in bfloat16 is one of ``2**-8``. So keys, and queries, must be below
-``2**14`` in magnitude.
+Keys are computed in float16, parameters, cosines and sines included: their error is about that of
+keys stored in bfloat16, or below. The keys of a channel may differ by 3000 within a window;
+queries must be below ``2**14``.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
@@ -32,17 +33,30 @@ import triton.language as tl
 from qevict_kernels.layout import ParamFormat, RecordLayout, WindowGeometry
 
 __all__ = [
+    "KEY_UNIT",
     "Spec",
     "coefficients",
     "key_exponent",
+    "key_header",
+    "load_channels",
     "load_params",
     "load_words",
+    "plain_keys",
+    "prefetch_records",
+    "product",
     "rotated_coefficients",
+    "rotated_keys",
     "token_params",
     "unpack_key",
     "unpack_value",
     "value_exponent",
+    "value_header",
 ]
+
+
+KEY_UNIT = tl.constexpr(2.0**-10)
+"""Keys are computed times this, so that parameters that undo subnormal codes are not too large."""
+MIDDLE = tl.constexpr(128)
 
 
 @dataclass(frozen=True)
@@ -114,13 +128,13 @@ class Spec:
 
 @triton.constexpr_function
 def key_exponent(bits: int, token: int) -> int:
-    """``k`` of a token: ``unpack_key`` and ``coefficients`` give ``key / 4**k``."""
+    """``k`` of a token."""
     return 1 - token % 2 if bits == 2 else 0
 
 
 @triton.constexpr_function
 def value_exponent(bits: int, token: int) -> int:
-    """``n`` of a token: ``unpack_value`` gives ``1 + code / 2**n``."""
+    """``n`` of a token."""
     return 7 - 2 * (token % 8 % 3) if bits == 2 else 4
 
 
@@ -152,7 +166,7 @@ def _cut_asm(cut: tuple[int, int], one: int) -> str:
 
 @triton.jit
 def _cut(words, CUT: tl.constexpr, ONE: tl.constexpr, spec: tl.constexpr):
-    """int16 words with one code put into the mantissa of ``ONE``, the bits of a 1."""
+    """int16 words with one code put into the mantissa of ``ONE``, the bits of a float."""
     if spec.interpreted:
         wide = words.to(tl.int32) & 0xFFFF
         if CUT[0] >= 0:
@@ -167,9 +181,9 @@ def _cut(words, CUT: tl.constexpr, ONE: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def unpack_key(words, token: tl.constexpr, spec: tl.constexpr):
-    """float16 ``1 + code / 2**(bits + 2 * key_exponent)`` of a token, from ``load_words``."""
+    """float16 ``code / 2**16 / 4**key_exponent`` (4 bits: ``/ 2**18``), from ``load_words``."""
     word = words[token * spec.geometry.key_bits // 16]
-    cut = _cut(word, _key_cut(spec.geometry.key_bits, token), 0x3C00, spec)
+    cut = _cut(word, _key_cut(spec.geometry.key_bits, token), 0, spec)
     return cut.to(tl.float16, bitcast=True)
 
 
@@ -223,54 +237,55 @@ def load_words(
 
 @triton.jit
 def load_params(
-    records, channel, valid, OFFSET: tl.constexpr, WHOLE: tl.constexpr, spec: tl.constexpr
-):
-    """Stored scales or zeros of key channels as float16 ``[U, C]``; bytes are whole numbers."""
+    records, channel, valid, OFFSET: tl.constexpr, LESS: tl.constexpr, WHOLE: tl.constexpr,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """Stored scales or zeros of key channels as float16 ``[U, C]``; of bytes, ``LESS`` is taken."""
     if spec.fp16_params:
         base = records.to(tl.pointer_type(tl.float16)) + OFFSET // 2
         return load_channels(base, channel, valid, WHOLE)
     stored = load_channels(records + OFFSET, channel, valid, WHOLE)
     if spec.interpreted:
-        return stored.to(tl.float16)
+        return stored.to(tl.float16) - LESS
     # Bytes into the mantissas of 1024: exact, and much cheaper than a conversion.
     halves = tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0x64, 0x4140; prmt.b32 $1, $2, 0x64, 0x4342;",
         "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4,
     )  # fmt: skip
-    return halves - 1024.0
+    return halves - (1024.0 + LESS)
 
 
 @triton.jit
 def key_header(records, spec: tl.constexpr):
-    """(2**bits * scale step, zero base, zero step) of the keys, float16 ``[U]`` each.
+    """(step, zero step, base): what makes stored key parameters numbers, float16 ``[U]``.
 
-    With float16 parameters there is no header: the pair is then ``2**bits, 0, 1``.
+    The base is that of the middle byte, which halves the rounding of the zeros. With float16
+    parameters there is no header, and only the powers of two remain.
     """
-    scale = tl.full(records.shape, 2.0**spec.geometry.key_bits, tl.float32)
-    base = tl.zeros(records.shape, tl.float32)
-    step = tl.full(records.shape, 1.0, tl.float32)
-    if not spec.fp16_params:
-        header = records.to(tl.pointer_type(tl.float32)) + spec.record.header // 4
-        scale *= tl.load(header)
-        base = tl.load(header + 1)
-        step = tl.load(header + 2)
-    return scale.to(tl.float16), base.to(tl.float16), step.to(tl.float16)
+    POWER: tl.constexpr = KEY_UNIT * (2.0**16 if spec.geometry.key_bits == 2 else 2.0**18)
+    if spec.fp16_params:
+        one = tl.full(records.shape, 1.0, tl.float32).to(tl.float16)
+        return one * POWER, one * KEY_UNIT, one * 0.0
+    header = records.to(tl.pointer_type(tl.float32)) + spec.record.header // 4
+    zero_step = tl.load(header + 2)
+    base = tl.load(header + 1) + zero_step * MIDDLE
+    step = (tl.load(header) * POWER).to(tl.float16)
+    return step, (zero_step * KEY_UNIT).to(tl.float16), (base * KEY_UNIT).to(tl.float16)
 
 
 @triton.jit
 def coefficients(records, header, channel, valid, WHOLE: tl.constexpr, spec: tl.constexpr):
-    """(zero, step) of key channels, float16 ``[U, C]``, so that the key before RoPE is
+    """(zero, step) of key channels, float16 ``[U, C]``; ``header``: of ``key_header``.
 
-    ``4**k * ((zero / 4**k - step) + unpack_key(words, token) * step)``, ``k = key_exponent``.
-    ``header``: of ``key_header``.
+    Before RoPE ``key * KEY_UNIT / 4**k`` is ``zero / 4**k + unpack_key(words, token) * step``.
     """
-    scale_step, zero_base, zero_step = header
-    step = load_params(records, channel, valid, spec.record.key_scales, WHOLE, spec)
-    zero = load_params(records, channel, valid, spec.record.key_zeros, WHOLE, spec)
-    step = step * scale_step[:, None]
+    scale_step, zero_step, base = header
+    step = load_params(records, channel, valid, spec.record.key_scales, 0, WHOLE, spec)
+    zero = load_params(records, channel, valid, spec.record.key_zeros, MIDDLE, WHOLE, spec)
+    zero = zero * zero_step[:, None]
     if not spec.fp16_params:
-        zero = zero * zero_step[:, None] + zero_base[:, None]
-    return zero, step
+        zero += base[:, None]
+    return zero, step * scale_step[:, None]
 
 
 @triton.jit
@@ -282,32 +297,30 @@ def rotated_coefficients(first, second, cos, sin):
     """
     zero1, step1 = first
     zero2, step2 = second
-    a1, b1 = step1 * cos, step2 * sin
-    a2, b2 = step2 * cos, step1 * sin
-    rotated1 = (zero1 * cos - zero2 * sin, a1 - b1, a1, b1)
-    rotated2 = (zero2 * cos + zero1 * sin, a2 + b2, a2, b2)
+    rotated1 = (zero1 * cos - zero2 * sin, step1 * cos, step2 * sin)
+    rotated2 = (zero2 * cos + zero1 * sin, step2 * cos, step1 * sin)
     return (rotated1, rotated2)
 
 
 @triton.jit
 def rotated_keys(words1, words2, rotated, token: tl.constexpr, spec: tl.constexpr):
-    """Both channels of pairs of keys of one token, rotated, over ``4**key_exponent``."""
-    zero1, one1, a1, b1 = rotated[0]
-    zero2, one2, a2, b2 = rotated[1]
+    """Both channels of pairs of keys of one token, rotated, ``* KEY_UNIT / 4**key_exponent``."""
+    zero1, a1, b1 = rotated[0]
+    zero2, a2, b2 = rotated[1]
     share: tl.constexpr = 0.25 ** key_exponent(spec.geometry.key_bits, token)
     x1 = unpack_key(words1, token, spec)
     x2 = unpack_key(words2, token, spec)
-    key1 = (zero1 * share - one1) + x1 * a1 - x2 * b1
-    key2 = (zero2 * share - one2) + x2 * a2 + x1 * b2
+    key1 = zero1 * share + x1 * a1 - x2 * b1
+    key2 = zero2 * share + x2 * a2 + x1 * b2
     return (key1, key2)
 
 
 @triton.jit
 def plain_keys(words, zero_step, token: tl.constexpr, spec: tl.constexpr):
-    """Keys of one token in channels that RoPE leaves alone, over ``4**key_exponent``."""
+    """Keys of one token in channels that RoPE leaves alone, ``* KEY_UNIT / 4**key_exponent``."""
     zero, step = zero_step
     share: tl.constexpr = 0.25 ** key_exponent(spec.geometry.key_bits, token)
-    return (zero * share - step) + unpack_key(words, token, spec) * step
+    return zero * share + unpack_key(words, token, spec) * step
 
 
 @triton.jit
@@ -340,3 +353,15 @@ def product(a, b, sums, spec: tl.constexpr):
     if spec.interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
     return tl.dot(a, b, sums)
+
+
+@triton.jit
+def prefetch_records(records, spec: tl.constexpr):
+    """Ask for records at pointers ``[U]``: loads will find them in the second cache level."""
+    SIZE: tl.constexpr = spec.record.record_bytes
+    if not spec.interpreted:
+        for start in tl.static_range(0, SIZE, 64):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                [(records + start).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip

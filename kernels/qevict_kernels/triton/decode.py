@@ -39,6 +39,7 @@ from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.codes import (
+    KEY_UNIT,
     Spec,
     coefficients,
     key_exponent,
@@ -46,6 +47,7 @@ from qevict_kernels.triton.codes import (
     load_channels,
     load_words,
     plain_keys,
+    prefetch_records,
     product,
     rotated_coefficients,
     rotated_keys,
@@ -62,6 +64,7 @@ SCORE_PROGRAMS = 8  # of ``merge``, per request
 LOG2_E = 1.4426950408889634
 
 CHUNK = tl.constexpr(16)  # channels of a key tile: as few as a matrix product takes
+AT_ONCE = tl.constexpr(4)  # tokens of FULL units whose loads are on the way together
 ROWS = tl.constexpr(16)  # the least height of a matrix product
 NOTHING = tl.constexpr(float("-inf"))
 
@@ -155,7 +158,7 @@ def coded_queries(query, offsets, head, head_valid, spec: tl.constexpr):
 
 @triton.jit
 def coded_logits(records, position, unit, bases, queries, HEADS: tl.constexpr, spec: tl.constexpr):
-    """Raw logits of a tile of coded units: per token float32 ``[TILE, H]``.
+    """Raw logits of a tile of coded units, times ``KEY_UNIT``: per token float32 ``[TILE, H]``.
 
     ``records``: uint8 pointers; ``position``: of the first token, in units; ``unit``: within the
     window; each ``[TILE]``. ``bases``: float16 ``[positions, rotary_dim]``, cosines, then sines.
@@ -268,15 +271,17 @@ def attend_coded(
     BITS: tl.constexpr = spec.geometry.value_bits
     TOKENS: tl.constexpr = spec.tokens
     SLOT: tl.constexpr = spec.geometry.coded_window_bytes
+    step = tl.arange(0, TILE)
+    window, slot = resolve(lists, row, start + step, end - 1, True, spec)
+    prefetch_records(coded + slot.to(tl.int64) * SLOT, spec)
     queries = coded_queries(query, offsets, head, head_valid, spec)
+    unit_scale = scale / KEY_UNIT
     ones = tl.full([ROWS, TILE], 1.0, tl.float32).to(tl.bfloat16)
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([TILE, HEADS], tl.float32)
     zeros = tl.zeros([TILE, HEADS], tl.float32)  # what the zeros of the values add to all channels
     taken = tl.zeros([ROWS, HEADS], tl.float32)  # what the 1 of unpacked codes adds
     values = no_values(HEADS, spec)
-    step = tl.arange(0, TILE)
-    window, slot = resolve(lists, row, start + step, end - 1, True, spec)
     for first in range(start, end, TILE):
         place = first + step
         unit = tl.minimum(place, end - 1) % spec.units
@@ -285,7 +290,8 @@ def attend_coded(
         left = tl.where(place < end, seq_len - position * spec.tokens, 0)
         window, slot = resolve(lists, row, place + TILE, end - 1, True, spec)  # one tile ahead
         logits = coded_logits(records, position, unit, bases, queries, HEADS, spec)
-        weights, sums, top, shift, shrink = softmax(logits, left, top, scale, TOKENS)
+        prefetch_records(coded + slot.to(tl.int64) * SLOT, spec)
+        weights, sums, top, shift, shrink = softmax(logits, left, top, unit_scale, TOKENS)
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
         total = total * shrink[None, :] + sums
@@ -306,7 +312,7 @@ def attend_coded(
     complete = ()
     for j in tl.static_range(len(values)):
         complete = complete + (values[j] + offset,)
-    return top * scale, tl.sum(total, 0), complete
+    return top * unit_scale, tl.sum(total, 0), complete
 
 
 @triton.jit
@@ -369,10 +375,7 @@ def attend_full(
         offset = slot.to(tl.int64) * slot_stride + unit * (spec.tokens * spec.head_dim)
         left = tl.where(place < end, seq_len - position * spec.tokens, 0)
         window, slot = resolve(lists, row, place + TILE, end - 1, False, spec)  # one tile ahead
-        logits = ()
-        for token in tl.static_range(TOKENS):
-            key = keys + offset + token * spec.head_dim
-            logits = logits + (full_logit(key, queries, TILE, HEADS, spec),)
+        logits = full_logits(keys + offset, queries, TILE, HEADS, spec)
         weights, sums, top, shift, shrink = softmax(logits, left, top, scale, TOKENS)
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
@@ -395,16 +398,29 @@ def full_queries(query, head, head_valid, spec: tl.constexpr):
 
 
 @triton.jit
-def full_logit(key, queries, TILE: tl.constexpr, HEADS: tl.constexpr, spec: tl.constexpr):
-    """Raw logits ``[TILE, H]`` of keys at pointers ``key`` ``[TILE]``."""
+def full_logits(keys, queries, TILE: tl.constexpr, HEADS: tl.constexpr, spec: tl.constexpr):
+    """Raw logits of units whose keys begin at pointers ``[TILE]``: per token ``[TILE, H]``."""
     DIM: tl.constexpr = spec.head_dim
     BLOCK: tl.constexpr = spec.block
-    logit = tl.zeros([TILE, HEADS], tl.float32)
-    for start in tl.static_range(0, DIM, BLOCK):
-        channel = start + tl.arange(0, BLOCK)
-        part = load_channels(key, channel, channel < spec.head_dim, start + BLOCK <= DIM)
-        logit = product(part, queries[start // BLOCK], logit, spec)
-    return logit
+    TOKENS: tl.constexpr = spec.tokens
+    logits = ()
+    for first in tl.static_range(0, TOKENS, AT_ONCE):
+        summed = ()
+        for _ in tl.static_range(AT_ONCE):
+            summed = summed + (tl.zeros([TILE, HEADS], tl.float32),)
+        for start in tl.static_range(0, DIM, BLOCK):
+            channel = start + tl.arange(0, BLOCK)
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                key = keys + (first + i) * spec.head_dim
+                key = load_channels(key, channel, channel < spec.head_dim, start + BLOCK <= DIM)
+                loaded = loaded + (key,)
+            added = ()
+            for i in tl.static_range(AT_ONCE):
+                added = added + (product(loaded[i], queries[start // BLOCK], summed[i], spec),)
+            summed = added
+        logits = logits + summed
+    return logits
 
 
 @triton.jit
@@ -417,13 +433,16 @@ def add_full_values(result, shrink, weights, values, left, spec: tl.constexpr):
     for start in tl.static_range(0, DIM, BLOCK):
         block = result[start // BLOCK] * shrink[None, :]
         channel = start + tl.arange(0, BLOCK)
-        for token in tl.static_range(TOKENS):
-            # What no token has written may be NaN, which a weight of 0 does not cancel.
-            places = (values + token * spec.head_dim)[:, None] + channel[None, :]
-            written = (token < left)[:, None] & (channel < spec.head_dim)[None, :]
-            value = tl.load(places, mask=written, other=0.0)
-            weight = weights[token].to(value.dtype)
-            block = product(tl.trans(value), weight, block, spec)
+        for first in tl.static_range(0, TOKENS, AT_ONCE):
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                # What no token has written may be NaN, which a weight of 0 does not cancel.
+                places = (values + (first + i) * spec.head_dim)[:, None] + channel[None, :]
+                written = (first + i < left)[:, None] & (channel < spec.head_dim)[None, :]
+                loaded = loaded + (tl.load(places, mask=written, other=0.0),)
+            for i in tl.static_range(AT_ONCE):
+                weight = weights[first + i].to(loaded[i].dtype)
+                block = product(tl.trans(loaded[i]), weight, block, spec)
         summed = summed + (block,)
     return summed
 
