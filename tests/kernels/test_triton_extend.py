@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from extend_cases import RAGGED, ROUNDING, Case, Request, dense, run, run_chunks
 from extend_cases import check as check_with
 from extend_cases import make_case as make_case_for
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.rope import RotaryTable
-from qevict_kernels.triton.extend import TritonExtend
+from qevict_kernels.triton.extend import TritonExtend, visible
 from triton_device import DEVICE, IS_INTERPRETED, needs_device
 
 pytestmark = needs_device
@@ -163,6 +165,33 @@ def test_more_requests_than_are_looked_at_at_a_time() -> None:
     small = WindowGeometry(1, 1, 64)
     requests = [Request(8, 3 * (b % 37 == 5), "F", 9) for b in range(300)]
     check(make_case(small, requests))
+
+
+@triton.jit
+def visible_kernel(windows, count, first_position, last_position, out, G: tl.constexpr):
+    num_clear, num_seen = visible(windows, count, first_position, last_position, G)
+    tl.store(out, num_clear)
+    tl.store(out + 1, num_seen)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize(
+    "positions", [(0, 0), (7, 8), (4000, 4100), (15999, 16001), (30000, 31000)]
+)
+def test_visible_entries_of_lists_longer_than_what_is_looked_at_at_a_time(
+    positions: tuple[int, int], is_sorted: bool
+) -> None:
+    first, last = positions
+    listed = torch.arange(2500) if is_sorted else torch.randperm(2500)
+    is_hidden = (listed + 1) * GQA.window - 1 > first
+    is_seen = listed * GQA.window <= last
+    expected = [
+        int(is_hidden.nonzero()[0]) if is_hidden.any() else 2500,
+        int(is_seen.nonzero()[-1]) + 1,
+    ]
+    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    visible_kernel[(1,)](listed.int().to(DEVICE), 2500, first, last, out, GQA)
+    assert out.tolist() == expected
 
 
 def test_no_scores_asked_leaves_them_alone() -> None:

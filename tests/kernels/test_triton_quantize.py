@@ -213,7 +213,9 @@ def test_store_writes_the_bytes_of_the_reference(setup: Setup) -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_copies_are_exact_whatever_the_row_and_the_address(row_bytes: int, shift: int) -> None:
     g = torch.Generator().manual_seed(row_bytes)
-    buffer = torch.randint(0, 256, (20 * row_bytes + shift,), generator=g, dtype=torch.uint8)
+    # There is a row before the first, so that reading row -1 would be seen.
+    buffer = torch.randint(0, 256, (21 * row_bytes + shift,), generator=g, dtype=torch.uint8)
+    shift += row_bytes
     sources = torch.tensor([3, -1, 19, 7, -1]).int()
     targets = torch.tensor([0, 5, 1, 18, -1]).int()
     got = buffer.to(DEVICE)

@@ -47,7 +47,14 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.records import load_codes, load_params
 
-__all__ = ["TritonExtend", "attend_options", "extend_kernel", "score_kernel", "score_options"]
+__all__ = [
+    "TritonExtend",
+    "attend_options",
+    "extend_kernel",
+    "score_kernel",
+    "score_options",
+    "visible",
+]
 
 _NEVER = tl.constexpr(1 << 30)
 """The position of a key that is not there."""
@@ -233,7 +240,7 @@ def extend_kernel(
     sums = tl.zeros((BLOCK_M, PAD), tl.float32)
 
     count = tl.load(num_full + row)
-    num_clear, num_seen = _visible(windows, count, first_position, last_position, G)
+    num_clear, num_seen = visible(windows, count, first_position, last_position, G)
     clear_blocks = num_clear // WINDOWS
     for block in range(0, clear_blocks):
         window = tl.load(windows + block * WINDOWS + n // G.window)
@@ -476,7 +483,7 @@ def _sum_before(extend_lens, request):
 
 
 @triton.jit
-def _visible(windows, count, first_position, last_position, G: tl.constexpr):
+def visible(windows, count, first_position, last_position, G: tl.constexpr):
     """How many entries of a list, from its beginning, are seen whole by all positions of a
     range, and up to how many are seen in part by some. Any order of the list is right."""
     num_clear, num_seen = count, 0
