@@ -1,6 +1,7 @@
 """Decode attention compiles ahead of time for every chip. No GPU is needed.
 
-Its loops over tiles spill nothing up to 8 query heads a KV head and 128 channels, little beyond.
+Its loops over tiles spill next to nothing up to 8 query heads a KV head and 128 channels, and
+little beyond: ``attend`` uses every register there is.
 
 Pointers, and those integers that are multiples of 16 in serving, are declared so, as a launch
 would find them.
@@ -83,7 +84,7 @@ def innermost_loops(listing: str) -> list[list[str]]:
 
 
 def check(
-    geometry: WindowGeometry, arch: int, tmp_path: Path, most_local: float = 0.0, **style: Any
+    geometry: WindowGeometry, arch: int, tmp_path: Path, most_local: float = 0.005, **style: Any
 ) -> None:
     """Both kernels fit. ``most_local``: share of spilled accesses in the loops over tiles."""
     rotary_dim = style.get("rotary_dim", geometry.head_dim)
@@ -115,7 +116,7 @@ LLAMA = WindowGeometry(32, 8, 128)
 
 
 def test_decode_compiles(tmp_path: Path) -> None:
-    check(LLAMA, 90, tmp_path)
+    check(LLAMA, 90, tmp_path, most_local=0.0)
 
 
 @pytest.mark.slow
