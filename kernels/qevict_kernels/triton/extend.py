@@ -313,7 +313,7 @@ def extend_kernel(
         mask=is_row[:, None] & is_channel[None, :],
     )
     if HAS_LSE:
-        logarithm = tl.where(total == 0, _INFINITY, maximum + tl.log2(total))
+        logarithm = maximum + tl.log2(total)
         tl.store(lse + place * G.num_q_heads + head, logarithm, mask=is_row)
 
 
