@@ -9,6 +9,14 @@ import numpy as np
 import torch
 from numba.core import types
 
+from qevict_kernels.checks import (
+    LENGTHS,
+    check,
+    check_full,
+    check_heads,
+    check_stores,
+    check_view,
+)
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.numba.decode import DECODE_ARGUMENTS, decode_kernel
@@ -26,7 +34,6 @@ from qevict_kernels.rope import RotaryTable
 __all__ = ["NumbaKernels"]
 
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_LENGTHS = (torch.int64, torch.int32)
 
 
 class NumbaKernels:
@@ -66,11 +73,11 @@ class NumbaKernels:
     ) -> None:
         """Write new tokens into FULL windows."""
         count, heads = full_slots.shape[0], self.geometry.num_kv_heads
-        self._check_full(full)
-        _check("full_slots", full_slots, (torch.int32,), (count,))
-        _check("offsets", offsets, (torch.int32,), (count,))
-        self._check_heads("keys", keys, count, heads, full.keys.dtype)
-        self._check_heads("values", values, count, heads, full.keys.dtype)
+        check_full(self.geometry, full, "cpu")
+        check("full_slots", full_slots, (torch.int32,), (count,))
+        check("offsets", offsets, (torch.int32,), (count,))
+        check_heads("keys", keys, count, heads, self.geometry.head_dim, full.keys.dtype)
+        check_heads("values", values, count, heads, self.geometry.head_dim, full.keys.dtype)
         arguments = np.empty(1, STORE_ARGUMENTS)
         arguments[0] = (
             0,
@@ -119,12 +126,12 @@ class NumbaKernels:
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
         batch, heads = query.shape[0], self.geometry.num_q_heads
-        self._check_stores(full, coded)
-        self._check_heads("query", query, batch, heads, full.keys.dtype)
-        self._check_heads("out", out, batch, heads, full.keys.dtype)
-        _check_view(view, scores)
-        _check("rows", rows, (torch.int64,), (batch,))
-        _check("seq_lens", seq_lens, _LENGTHS, (batch,))
+        check_stores(self.geometry, full, coded, "cpu")
+        check_heads("query", query, batch, heads, self.geometry.head_dim, full.keys.dtype)
+        check_heads("out", out, batch, heads, self.geometry.head_dim, full.keys.dtype)
+        check_view(view, scores)
+        check("rows", rows, (torch.int64,), (batch,))
+        check("seq_lens", seq_lens, LENGTHS, (batch,))
         arguments = np.empty(1, DECODE_ARGUMENTS)
         arguments[0] = (
             query.data_ptr(), full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
@@ -160,15 +167,15 @@ class NumbaKernels:
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         batch, heads = rows.shape[0], self.geometry.num_q_heads
-        self._check_stores(full, coded)
-        self._check_heads("query", query, query.shape[0], heads, full.keys.dtype)
-        self._check_heads("out", out, query.shape[0], heads, full.keys.dtype)
-        _check_view(view, scores)
-        _check("rows", rows, (torch.int64,), (batch,))
-        _check("prefix_lens", prefix_lens, _LENGTHS, (batch,))
-        _check("extend_lens", extend_lens, _LENGTHS, (batch,))
+        check_stores(self.geometry, full, coded, "cpu")
+        check_heads("query", query, query.shape[0], heads, self.geometry.head_dim, full.keys.dtype)
+        check_heads("out", out, query.shape[0], heads, self.geometry.head_dim, full.keys.dtype)
+        check_view(view, scores)
+        check("rows", rows, (torch.int64,), (batch,))
+        check("prefix_lens", prefix_lens, LENGTHS, (batch,))
+        check("extend_lens", extend_lens, LENGTHS, (batch,))
         if score_starts is not None:
-            _check("score_starts", score_starts, _LENGTHS, (batch,))
+            check("score_starts", score_starts, LENGTHS, (batch,))
         launch_extend(
             self._kernel(extend_kernel, query.dtype), self._spec(query.dtype), self._cos_sin,
             query, full, coded, view, rows, prefix_lens, extend_lens, scale, out, scores,
@@ -186,10 +193,10 @@ class NumbaKernels:
         refused: torch.Tensor | None = None,
     ) -> None:
         count = full_slots.shape[0]
-        self._check_stores(full, coded)
-        _check("full_slots", full_slots, (torch.int32,), (count,))
-        _check("coded_slots", coded_slots, (torch.int32,), (count,))
-        _check("windows", windows, (torch.int32,), (count,))
+        check_stores(self.geometry, full, coded, "cpu")
+        check("full_slots", full_slots, (torch.int32,), (count,))
+        check("coded_slots", coded_slots, (torch.int32,), (count,))
+        check("windows", windows, (torch.int32,), (count,))
         arguments = np.empty(1, QUANTIZE_ARGUMENTS)
         arguments[0] = (
             full.keys.data_ptr(), full.values.data_ptr(), coded.data_ptr(),
@@ -217,76 +224,3 @@ class NumbaKernels:
             function.compile(signature)
             entry = self._compiled[function, dtype] = function.overloads[signature].entry_point
         return entry
-
-    def _check_stores(self, full: FullArena, coded: torch.Tensor) -> None:
-        self._check_full(full)
-        _check("coded", coded, (torch.uint8,), (*coded.shape[:1], *self._record_shape))
-
-    def _check_full(self, full: FullArena) -> None:
-        g = self.geometry
-        keys, values = full.keys, full.values
-        inner = (g.num_kv_heads, g.window, g.head_dim)
-        strides = (g.window * g.head_dim, g.head_dim, 1)
-        for name, tensor in (("full.keys", keys), ("full.values", values)):
-            if tensor.dtype not in _HALVES or tensor.device.type != "cpu":
-                raise ValueError(
-                    f"{name} must be bfloat16 or float16 on the CPU, "
-                    f"got {tensor.dtype} on {tensor.device}"
-                )
-            if tensor.shape[1:] != inner or tensor.stride()[1:] != strides:
-                raise ValueError(
-                    f"{name} must be [slots, {', '.join(map(str, inner))}], contiguous within a "
-                    f"slot, got {list(tensor.shape)} with strides {list(tensor.stride())}"
-                )
-        if keys.dtype is not values.dtype or keys.stride(0) != values.stride(0):
-            raise ValueError("full.keys and full.values must have one dtype and one stride")
-
-    @property
-    def _record_shape(self) -> tuple[int, int]:
-        return self.geometry.num_kv_heads, self.geometry.record.record_bytes
-
-    def _check_heads(
-        self, name: str, tensor: torch.Tensor, rows: int, heads: int, dtype: torch.dtype
-    ) -> None:
-        """``tensor`` is ``[rows, heads, D]`` of the arena's dtype, strided at most in the rows."""
-        dim = self.geometry.head_dim
-        if tensor.dtype is not dtype:
-            raise ValueError(f"{name} must have the arena's dtype {dtype}, got {tensor.dtype}")
-        if tensor.shape != (rows, heads, dim) or tensor.stride()[1:] != (dim, 1):
-            raise ValueError(
-                f"{name} must be [{rows}, {heads}, {dim}], contiguous within a row, "
-                f"got {list(tensor.shape)} with strides {list(tensor.stride())}"
-            )
-
-
-def _check_view(view: LayerView, scores: torch.Tensor | None) -> None:
-    num_rows, columns = view.windows.shape
-    int32 = (torch.int32,)
-    _check_rows("view.windows", view.windows, torch.int32, (num_rows, columns))
-    _check_rows("view.page_table", view.page_table, torch.int32, (num_rows, columns))
-    _check("view.full_slot", view.full_slot, int32, view.full_slot.shape)
-    _check("view.coded_slot", view.coded_slot, int32, view.full_slot.shape)
-    _check("view.num_full", view.num_full, int32, (num_rows,))
-    _check("view.num_coded", view.num_coded, int32, (num_rows,))
-    if scores is not None:
-        _check_rows("scores", scores, torch.float32, (num_rows, columns))
-
-
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
-) -> None:
-    if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {' or '.join(map(str, dtypes))} {list(shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )
-
-
-def _check_rows(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    if tensor.dtype is not dtype or tensor.shape != shape or tensor.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be {dtype} {list(shape)} with contiguous rows, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )

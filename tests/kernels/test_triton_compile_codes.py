@@ -1,0 +1,129 @@
+"""The Triton kernels of codes, memory and prefill compile ahead of time, without spills.
+
+No GPU is needed. A kernel is compiled as it would be for a real launch: pointers, and those
+integers that are multiples of 16 in serving, are declared so.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernel_cases import rotary_table
+from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.triton import extend, memory, quantize
+from triton_device import IS_INTERPRETED
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are not compiled")
+
+# Bytes of shared memory that a program may have.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+LLAMA = WindowGeometry(32, 8, 128)
+SMALL = WindowGeometry(9, 3, 64)
+GEOMETRIES = [
+    LLAMA,
+    SMALL,
+    WindowGeometry(32, 8, 128, 8, 4, 2, ParamFormat.FP16),
+    WindowGeometry(32, 8, 128, 16, 4, 4),
+    WindowGeometry(8, 8, 64, 32, 2, 4, ParamFormat.FP16),
+    WindowGeometry(32, 32, 80, 4, 2, 2),
+    WindowGeometry(32, 32, 96, 8, 4, 4),
+    WindowGeometry(16, 8, 256, 8, 2, 2),
+    WindowGeometry(16, 2, 256, 32, 4, 4, ParamFormat.FP16),
+]
+
+# Types of arguments that have the same one in all kernels.
+TYPES = {
+    **dict.fromkeys(("coded", "refused"), "*u8"),
+    **dict.fromkeys(("cos_sin", "lse", "scores"), "*fp32"),
+    **dict.fromkeys(("rows", "prefix_lens", "score_starts"), "*i64"),
+    **dict.fromkeys(("slots", "sources", "targets", "full_slots", "coded_slots", "windows",
+                     "offsets", "page_table", "full_slot", "coded_slot", "num_full", "num_coded",
+                     "extend_lens"), "*i32"),
+    "scale_log2": "fp32",
+}  # fmt: skip
+STRIDES = {"slot_stride", "key_stride", "value_stride", "query_stride", "out_stride", "stride"}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], half: str, arch: int) -> Any:
+    """A kernel compiled for an architecture; ``constants`` are those of its launch."""
+    options = {k: v for k, v in constants.items() if k not in kernel.arg_names}
+    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        is_tensor = name in ("query", "out", "full_keys", "full_values", "keys", "values")
+        signature[name] = f"*{half}" if is_tensor else TYPES.get(name, "i32")
+        if signature[name].startswith("*") or name in STRIDES:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(kernel: Any, tmp_path: Path) -> dict[str, int]:
+    """Registers, and bytes of stack, local and shared memory, of a compiled kernel."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    listing = subprocess.run(
+        [str(CUOBJDUMP), "-res-usage", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", listing)}
+
+
+def check(kernel: Any, constants: dict[str, Any], arch: int, tmp_path: Path, half: str) -> None:
+    binary = compiled(kernel, constants, half, arch)
+    found = resources(binary, tmp_path)
+    print(arch, kernel.fn.__name__, constants.get("G", ""), found)
+    # A few bytes of stack are no lack of registers: the assembler trades them for occupancy.
+    assert found["STACK"] == 0 or (found["STACK"] <= 32 and found["REG"] <= 128), found
+    assert found["LOCAL"] == 0, found
+    assert binary.metadata.shared <= SHARED[arch]
+
+
+def kernels(
+    geometry: WindowGeometry, rotary_dim: int, is_neox: bool, arch: int
+) -> list[tuple[Any, Any]]:
+    """All kernels with the constants of their launches."""
+    rotary = rotary_table(rotary_dim, is_neox, max_positions=64)
+    codes = quantize.code_options(geometry, rotary)
+    attend = extend.attend_options(geometry, rotary, arch)
+    store = memory.store_options(geometry)
+    return [
+        (quantize.quantize_kernel, codes),
+        (quantize.dequantize_kernel, codes),
+        (extend.extend_kernel, attend | {"HAS_LSE": True}),
+        (extend.score_kernel, extend.score_options(geometry, rotary)),
+        (memory.store_kernel, store),
+        (memory.copy_kernel, {"BLOCK": memory.COPY_WORDS}),
+    ]
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("kernel", range(6))
+def test_kernels_compile_without_spills(kernel: int, arch: int, tmp_path: Path) -> None:
+    function, constants = kernels(LLAMA, 128, True, arch)[kernel]
+    check(function, constants, arch, tmp_path, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"d{g.head_dim}w{g.window}")
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_every_shape_compiles_without_spills(
+    geometry: WindowGeometry, half: str, arch: int, tmp_path: Path
+) -> None:
+    for rotary_dim, is_neox in ((geometry.head_dim, True), (32, False)):
+        for function, constants in kernels(geometry, rotary_dim, is_neox, arch):
+            check(function, constants, arch, tmp_path, half)
