@@ -482,11 +482,6 @@ class TierManager:
         self._warn_of_refused()
         return self.counters.read()
 
-    def read_counters(self) -> dict[Counter, int]:
-        """All totals; warns, once, of windows that can't be coded (waits for the device)."""
-        self._warn_of_refused()
-        return self.counters.read()
-
     def ledger_bytes(self) -> LedgerBytes:
         """Bytes in use by kind (waits for the device)."""
         full, coded = self.arena.full, self.arena.coded
