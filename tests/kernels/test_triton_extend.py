@@ -116,7 +116,10 @@ SHAPES = [
     (WindowGeometry(9, 3, 64, params=ParamFormat.FP16), "bf16", {"is_neox": False}),
     (WindowGeometry(2, 1, 80, window=4, params=ParamFormat.FP16), "bf16", {}),
     (WindowGeometry(2, 1, 256, window=32), "bf16", {"rotary_dim": 64}),
-    (WindowGeometry(150, 1, 64, window=16), "bf16", {"rotary_dim": 40}),
+    pytest.param(
+        *(WindowGeometry(150, 1, 64, window=16), "bf16", {"rotary_dim": 40}),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -150,6 +153,7 @@ def test_token_by_token_changes_no_bit() -> None:
     assert torch.equal(chunked_scores, scores)
 
 
+@pytest.mark.slow
 def test_rest_of_the_batch_changes_no_bit() -> None:
     case = make_case(GQA, RAGGED)
     out, scores = run(case)
@@ -160,6 +164,7 @@ def test_rest_of_the_batch_changes_no_bit() -> None:
         assert torch.equal(alone_scores[case.rows[b]], scores[case.rows[b]])
 
 
+@pytest.mark.slow
 def test_more_requests_than_are_looked_at_at_a_time() -> None:
     """A program finds its request among 300, most of them without a new token."""
     small = WindowGeometry(1, 1, 64)
@@ -194,6 +199,7 @@ def test_visible_entries_of_lists_longer_than_what_is_looked_at_at_a_time(
     assert out.tolist() == expected
 
 
+@pytest.mark.slow
 def test_no_scores_asked_leaves_them_alone() -> None:
     case = make_case(GQA, RAGGED[2:])
     out, scores = run(case, scores=False)
