@@ -109,7 +109,9 @@ def kernels(
     ]
 
 
-@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.slow) for arch in SHARED]
+)
 @pytest.mark.parametrize("kernel", range(6))
 def test_kernels_compile_without_spills(kernel: int, arch: int, tmp_path: Path) -> None:
     function, constants = kernels(LLAMA, 128, True, arch)[kernel]

@@ -15,9 +15,9 @@ from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.triton import TritonKernels
-from triton_device import DEVICE, IS_INTERPRETED, needs_device
+from triton_device import DEVICE, IS_INTERPRETED, require_device
 
-pytestmark = needs_device
+require_device()
 
 EPS = 2.0**-24
 # The largest relative error of one rounding. The interpreter truncates to bfloat16.
@@ -57,7 +57,12 @@ SETUPS = [
     Setup(WindowGeometry(2, 1, 80, 8, 2, 4, FP16), 80, True, torch.float16),
     Setup(WindowGeometry(17, 1, 64, 4, 4, 4, UINT8), 40, False),
 ]
-each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
+QUICK = (SMALL, SETUPS[1], SETUPS[3])
+each_setup = pytest.mark.parametrize(
+    "setup",
+    [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in SETUPS],
+    ids=str,
+)
 
 
 @cache

@@ -17,9 +17,9 @@ from extend_cases import make_case as make_case_for
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.extend import TritonExtend, visible
-from triton_device import DEVICE, IS_INTERPRETED, needs_device
+from triton_device import DEVICE, IS_INTERPRETED, require_device
 
-pytestmark = needs_device
+require_device()
 
 GQA = WindowGeometry(num_q_heads=8, num_kv_heads=2, head_dim=64)
 

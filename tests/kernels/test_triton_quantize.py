@@ -16,9 +16,9 @@ from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
-from triton_device import DEVICE, needs_device
+from triton_device import DEVICE, require_device
 
-pytestmark = needs_device
+require_device()
 
 FP16, UINT8 = ParamFormat.FP16, ParamFormat.UINT8
 NUM_WINDOWS = 12

@@ -12,14 +12,15 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.triton import TritonKernels
 from qevict_tiers.config import Promotion, TieringConfig
 from qevict_tiers.policy import Tier
-from triton_device import DEVICE, needs_device
+from triton_device import DEVICE, require_device
 
-pytestmark = needs_device
+require_device()
+
+pytestmark = pytest.mark.slow
 
 GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
 @pytest.mark.parametrize("promote", Promotion)
 def test_attention_over_all_tiers_and_a_reused_prefix_equals_the_dense_oracle(
