@@ -326,6 +326,7 @@ def test_decode_is_bit_identical_alone_and_in_a_batch(batch: Case) -> None:
         assert torch.equal(alone_scores[row], scores[row])
 
 
+@pytest.mark.slow
 def test_decode_is_bit_identical_for_any_number_of_programs(batch: Case) -> None:
     expected = decode(kernels(TINY), batch)
     other = made(TINY)
@@ -334,6 +335,7 @@ def test_decode_is_bit_identical_for_any_number_of_programs(batch: Case) -> None
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_whether_scores_are_asked_for(batch: Case) -> None:
     with_scores, _ = decode(kernels(TINY), batch)
     without, scores = decode(kernels(TINY), batch, scores=False)

@@ -109,6 +109,7 @@ def test_fifty_aborted_streams_leave_nothing(server: Server) -> None:
         list(threads.map(abort_midstream, many))
 
 
+@pytest.mark.slow
 def test_aborts_in_the_queue_and_within_a_prompt_leave_nothing(servers: ServerPool) -> None:
     """Each is hung up at another moment of its prefill, which takes many chunks."""
     server = servers.get(*TIERED, "--chunked-prefill-size", "256", "--enable-mixed-chunk")
@@ -126,33 +127,33 @@ def test_aborts_in_the_queue_and_within_a_prompt_leave_nothing(servers: ServerPo
     assert_idle(server)
 
 
-def test_retracted_requests_go_on_as_if_all_so_far_were_sent_afresh(server: Server) -> None:
-    asked, tokens = prompts([560, 900], start=50_000), 60
-    with ThreadPoolExecutor(len(asked)) as threads:
-        answers = [threads.submit(answer, server, prompt, tokens) for prompt in asked]
+def test_a_retracted_request_goes_on_as_if_all_so_far_was_sent_afresh(server: Server) -> None:
+    """Alone, so that both compute in batches of one and are equal to the bit."""
+    (prompt,), tokens = prompts([560], start=50_000), 60
+    logged = len(server.log_text())
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(answer, server, prompt, tokens)
         while len(_tiers_held(server)) < 3:
             time.sleep(0.05)
         server.post("/pause_generation", {"mode": "retract"})
         while report(server)["requests"]:
             time.sleep(0.05)
         server.post("/continue_generation", {})
-        found = [future.result() for future in answers]
-    for prompt, whole in zip(asked, found, strict=True):
-        resumed = _resumed(server, len(prompt), tokens)
-        generated = resumed - len(prompt)
-        rest = Answer(whole.tokens[generated:], whole.best[generated:])
-        server.flush_cache()
-        afresh = answer(server, prompt + whole.tokens[:generated], len(rest.tokens))
-        step = assert_same_up_to_a_near_tie(afresh, rest)
-        first, second = _tiers_at_events(server, prompt=resumed)
-        same = [length for length in first if step is None or length <= resumed + step]
-        assert [second[length] for length in same] == [first[length] for length in same]
+        whole = future.result()
+    resumed = _resumed(server.log_text()[logged:], len(prompt), tokens)
+    generated = resumed - len(prompt)
+    server.flush_cache()
+    afresh = answer(server, prompt + whole.tokens[:generated], tokens - generated)
+    assert afresh.tokens == whole.tokens[generated:]
+    first, second = _tiers_at_events(server, prompt=resumed)
+    assert len(first) > 3
+    assert second == first
 
 
-def _resumed(server: Server, prompt: int, tokens: int) -> int:
+def _resumed(log: str, prompt: int, tokens: int) -> int:
     """The length at which a request was retracted, which it had as its prompt then."""
     pattern = r"prompt of (\d+) routed at \1: "
-    lengths = {int(length) for length in re.findall(pattern, server.log_text())}
+    lengths = {int(length) for length in re.findall(pattern, log)}
     (resumed,) = (length for length in lengths if prompt < length < prompt + tokens)
     return resumed
 
@@ -272,4 +273,31 @@ def test_requests_that_are_retracted_after_a_demotion_all_complete(servers: Serv
         assert list(threads.map(ask_in_turn, range(len(asked)))) == [250] * len(asked)
     assert "Retract requests" in server.log_text()
     assert report(server)["counters"]["demoted"] > 0
+    assert_idle(server)
+
+
+@pytest.mark.slow
+def test_a_request_of_higher_priority_takes_the_place_of_others(servers: ServerPool) -> None:
+    """Two long answers fill the memory; what comes third and matters more is ready first."""
+    server = servers.get(
+        *TIERED, "--max-total-tokens", "1500", "--context-length", "1024",
+        "--enable-priority-scheduling",
+    )  # fmt: skip
+    *low, high = prompts([500, 480, 450], start=64_000)
+    ended: list[str] = []
+
+    def ask(prompt: list[int], tokens: int, priority: int) -> int:
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": params, "priority": priority}
+        answer = server.post("/generate", body)
+        ended.append("high" if priority else "low")
+        return len(answer["output_ids"])
+
+    with ThreadPoolExecutor(3) as threads:
+        answers = [threads.submit(ask, prompt, 200, 0) for prompt in low]
+        while report(server)["requests"] < 2:
+            time.sleep(0.05)
+        answers.append(threads.submit(ask, high, 8, 100))
+        assert [answer.result() for answer in answers] == [200, 200, 8]
+    assert ended == ["high", "low", "low"]
     assert_idle(server)

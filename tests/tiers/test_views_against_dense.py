@@ -130,7 +130,9 @@ def test_routing_and_outputs_are_the_same_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("bits", [(2, 4), (4, 2), (4, 4)])
-@pytest.mark.parametrize("params", ParamFormat)
+@pytest.mark.parametrize(
+    "params", [ParamFormat.UINT8, pytest.param(ParamFormat.FP16, marks=pytest.mark.slow)]
+)
 def test_every_code_equals_its_dense_counterpart(
     bits: tuple[int, int], params: ParamFormat
 ) -> None:
