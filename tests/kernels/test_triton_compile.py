@@ -2,35 +2,26 @@
 
 Its loops over tiles spill next to nothing up to 8 query heads a KV head and 128 channels, and
 little beyond: ``attend`` uses every register there is.
-
-Pointers, and those integers that are multiples of 16 in serving, are declared so, as a launch
-would find them.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.triton.codes import Spec
 from qevict_kernels.triton.decode import attend, attend_options, merge, merge_options
+from triton_aot import SHARED, compiled, resources, tool
 from triton_device import IS_INTERPRETED
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
-# Bytes of shared memory that a program may have.
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of registers that ``attend`` may spill between the loops over tiles, once an item.
 MOST_STACK = 512
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 FLOATS = ("offsets", "scores", "sums", "stats", "lses")
 TYPES = {
@@ -39,29 +30,7 @@ TYPES = {
     **dict.fromkeys(("page_table", "full_slot", "coded_slot", "windows", "num_full", "num_coded"),
                     "*i32"),
 }  # fmt: skip
-HALVES = ("query", "out", "full_keys", "full_values")
 ALIGNED = ("query_stride", "slot_stride")
-
-
-def compiled(kernel: Any, options: dict[str, Any], half: str, arch: int) -> Any:
-    """A kernel compiled for an architecture; ``options``: keyword arguments of its launch."""
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in options:
-            signature[name], constants[name] = "constexpr", options[name]
-            continue
-        signature[name] = f"*{half}" if name in HALVES else TYPES.get(name, "i32")
-        if signature[name].startswith("*") or name in ALIGNED:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    launch = {name: value for name, value in options.items() if name not in constants}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
-
-
-def tool(name: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
-    command = [str(TOOLS / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def innermost_loops(listing: str) -> list[list[str]]:
@@ -94,10 +63,9 @@ def check(
         (attend, attend_options(spec, 32, 32, batch=32), 2),
         (merge, merge_options(spec, 32, 32), 0),
     ):
-        binary = compiled(kernel, options, style.get("half", "bf16"), arch)
+        binary = compiled(kernel, options, style.get("half", "bf16"), arch, TYPES, ALIGNED)
         path.write_bytes(binary.asm["cubin"])
-        listing = tool("cuobjdump", "-res-usage", str(path))
-        found = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", listing)}
+        found = resources(path)
         loops = innermost_loops(tool("nvdisasm", "-c", str(path)))
         print(
             arch, kernel.fn.__name__, found, [len(loop) for loop in loops], binary.metadata.shared

@@ -1,31 +1,19 @@
-"""The Triton kernels of codes, memory and prefill compile ahead of time, without spills.
-
-No GPU is needed. A kernel is compiled as it would be for a real launch: pointers, and those
-integers that are multiples of 16 in serving, are declared so.
-"""
+"""The Triton kernels of codes, memory and prefill compile ahead of time, without spills."""
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kernel_cases import rotary_table
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.triton import extend, memory, quantize
+from triton_aot import SHARED, compiled, resources
 from triton_device import IS_INTERPRETED
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are not compiled")
-
-# Bytes of shared memory that a program may have.
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 LLAMA = WindowGeometry(32, 8, 128)
 SMALL = WindowGeometry(9, 3, 64)
@@ -54,36 +42,11 @@ TYPES = {
 STRIDES = {"slot_stride", "key_stride", "value_stride", "query_stride", "out_stride", "stride"}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], half: str, arch: int) -> Any:
-    """A kernel compiled for an architecture; ``constants`` are those of its launch."""
-    options = {k: v for k, v in constants.items() if k not in kernel.arg_names}
-    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        is_tensor = name in ("query", "out", "full_keys", "full_values", "keys", "values")
-        signature[name] = f"*{half}" if is_tensor else TYPES.get(name, "i32")
-        if signature[name].startswith("*") or name in STRIDES:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def resources(kernel: Any, tmp_path: Path) -> dict[str, int]:
-    """Registers, and bytes of stack, local and shared memory, of a compiled kernel."""
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    listing = subprocess.run(
-        [str(CUOBJDUMP), "-res-usage", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", listing)}
-
-
 def check(kernel: Any, constants: dict[str, Any], arch: int, tmp_path: Path, half: str) -> None:
-    binary = compiled(kernel, constants, half, arch)
-    found = resources(binary, tmp_path)
+    binary = compiled(kernel, constants, half, arch, TYPES, STRIDES)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(binary.asm["cubin"])
+    found = resources(path)
     print(arch, kernel.fn.__name__, constants.get("G", ""), found)
     # A few bytes of stack are no lack of registers: the assembler trades them for occupancy.
     assert found["STACK"] == 0 or (found["STACK"] <= 32 and found["REG"] <= 128), found
