@@ -28,6 +28,8 @@ class Request:
     score_start: int = 0
 
 
+GQA = WindowGeometry(num_q_heads=8, num_kv_heads=2, head_dim=64)
+
 RAGGED = (
     Request(0, 40),
     Request(90, 0, "FC", 10**6),
@@ -295,3 +297,36 @@ def check(
     assert ((out.double() - expected.out).abs() <= expected.out_tolerance).all()
     assert ((scores.double() - expected.scores).abs() <= expected.scores_tolerance).all()
     return out, scores
+
+
+class ExtendEqualsDense:
+    """What holds for every backend; a subclass says how its cases are made and compared."""
+
+    make_case: Callable[..., Case]
+    check: Callable[[Case], object]
+
+    def test_prefix_17_extend_5_gqa_equals_dense(self) -> None:
+        self.check(self.make_case(GQA, [Request(17, 5)]))
+
+    def test_empty_prefix_equals_dense(self) -> None:
+        self.check(self.make_case(GQA, [Request(0, 131)]))
+
+    def test_coded_prefix_equals_dense(self) -> None:
+        self.check(self.make_case(GQA, [Request(320, 21, "C")]))
+
+    def test_ragged_batch_equals_dense(self) -> None:
+        self.check(self.make_case(GQA, RAGGED))
+
+    def test_list_order_does_not_matter_to_the_mask(self) -> None:
+        case = self.make_case(GQA, [Request(100, 60, "FFC")])
+        row = int(case.rows[0])
+        count = int(case.view.num_full[row])
+        case.view.windows[row, :count] = case.view.windows[row, :count].flip(0)
+        self.check(case)
+
+    def test_a_query_that_sees_nothing_gets_zeros(self) -> None:
+        case = self.make_case(GQA, [Request(16, 4)])
+        case.view.num_full.zero_()
+        out, scores = run(case)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(scores, case.scores)

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from extend_cases import RAGGED, Request, check, dense, run, run_chunks
+from extend_cases import GQA, RAGGED, ExtendEqualsDense, Request, check, dense, run, run_chunks
 from extend_cases import make_case as make_case_for
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.numba import NumbaKernels
 from qevict_kernels.numba import extend as extend_module
 from qevict_kernels.numba.spec import Spec
-
-GQA = WindowGeometry(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 make_case = partial(make_case_for, kernels=NumbaKernels)
 
@@ -28,41 +26,14 @@ class NarrowKernels(NumbaKernels):
         return replace(super()._spec(dtype), lanes=8)
 
 
-def test_prefix_17_extend_5_gqa_equals_dense() -> None:
-    check(make_case(GQA, [Request(17, 5)]))
-
-
-def test_empty_prefix_equals_dense() -> None:
-    check(make_case(GQA, [Request(0, 131)]))
-
-
-def test_coded_prefix_equals_dense() -> None:
-    check(make_case(GQA, [Request(320, 21, "C")]))
+class TestExtend(ExtendEqualsDense):
+    make_case = staticmethod(make_case)
+    check = staticmethod(check)
 
 
 @pytest.mark.parametrize("start", [0, 500, 603, 700])
 def test_mixed_tiers_equal_dense_for_any_span_of_scores(start: int) -> None:
     check(make_case(GQA, [Request(500, 151, "FCC.CFC", start)]))
-
-
-def test_ragged_batch_equals_dense() -> None:
-    check(make_case(GQA, RAGGED))
-
-
-def test_list_order_does_not_matter_to_the_mask() -> None:
-    case = make_case(GQA, [Request(100, 60, "FFC")])
-    row = int(case.rows[0])
-    count = int(case.view.num_full[row])
-    case.view.windows[row, :count] = case.view.windows[row, :count].flip(0)
-    check(case)
-
-
-def test_a_query_that_sees_nothing_gets_zeros() -> None:
-    case = make_case(GQA, [Request(16, 4)])
-    case.view.num_full.zero_()
-    out, scores = run(case)
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(scores, case.scores)
 
 
 SHAPES = [

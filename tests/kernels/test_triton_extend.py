@@ -11,7 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from extend_cases import RAGGED, ROUNDING, Case, Request, dense, run, run_chunks
+from extend_cases import (
+    GQA,
+    RAGGED,
+    ROUNDING,
+    Case,
+    ExtendEqualsDense,
+    Request,
+    dense,
+    run,
+    run_chunks,
+)
 from extend_cases import check as check_with
 from extend_cases import make_case as make_case_for
 from qevict_kernels.layout import ParamFormat, WindowGeometry
@@ -20,8 +30,6 @@ from qevict_kernels.triton.extend import TritonExtend, visible
 from triton_device import DEVICE, IS_INTERPRETED, require_device
 
 require_device()
-
-GQA = WindowGeometry(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 
 class Kernels(TritonExtend):
@@ -58,41 +66,14 @@ def check(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return check_with(case, **error_bounds(case))
 
 
-def test_prefix_17_extend_5_gqa_equals_dense() -> None:
-    check(make_case(GQA, [Request(17, 5)]))
-
-
-def test_empty_prefix_equals_dense() -> None:
-    check(make_case(GQA, [Request(0, 131)]))
-
-
-def test_coded_prefix_equals_dense() -> None:
-    check(make_case(GQA, [Request(320, 21, "C")]))
+class TestExtend(ExtendEqualsDense):
+    make_case = staticmethod(make_case)
+    check = staticmethod(check)
 
 
 @pytest.mark.parametrize("start", [0, 203, 500])
 def test_mixed_tiers_equal_dense_for_any_span_of_scores(start: int) -> None:
     check(make_case(GQA, [Request(150, 101, "FCC.CFC", start)]))
-
-
-def test_ragged_batch_equals_dense() -> None:
-    check(make_case(GQA, RAGGED))
-
-
-def test_list_order_does_not_matter_to_the_mask() -> None:
-    case = make_case(GQA, [Request(100, 60, "FFC")])
-    row = int(case.rows[0])
-    count = int(case.view.num_full[row])
-    case.view.windows[row, :count] = case.view.windows[row, :count].flip(0)
-    check(case)
-
-
-def test_a_query_that_sees_nothing_gets_zeros() -> None:
-    case = make_case(GQA, [Request(16, 4)])
-    case.view.num_full.zero_()
-    out, scores = run(case)
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(scores, case.scores)
 
 
 def test_a_query_before_every_window_gets_zeros() -> None:
