@@ -1,4 +1,5 @@
 # make serve     a server with the embedded model on port 30000      (MODEL=…  another model, ARGS=…  more flags)
+# make serve-gpu a server on an NVIDIA GPU                            (MODEL=…  a model, ARGS=…  more flags)
 # make demo      a chat about a long text, with tiers and then without, in five to ten minutes
 # make test      the quick tests                                     (make test-full  all of them)
 # make check     what CI runs: lint, format, types, import rules, tests
@@ -7,10 +8,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLD_TRITON := $(VENV)/triton-3.6
 
 SOURCES := sglang_qevict tiers kernels tests benchmarks
 
-.PHONY: install serve demo test test-full check format clean distclean
+.PHONY: install serve serve-gpu demo test test-full check format clean distclean
 
 install: $(INSTALLED)
 
@@ -29,16 +31,24 @@ else
 		--model-path "$$model" --served-model-name SmolLM2-135M-Instruct $(ARGS)
 endif
 
+serve-gpu: install
+	@test -n "$(MODEL)" || { echo "name a model: make serve-gpu MODEL=meta-llama/Llama-3.1-8B-Instruct" >&2; exit 1; }
+	exec $(BIN)/sglang serve --config configs/serve-gpu.yaml --model-path $(MODEL) $(ARGS)
+
 demo: install
 	$(BIN)/python -m sglang_qevict.demo $(ARGS)
 
-test: install
+test: install $(OLD_TRITON)
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
-test-full: install
+test-full: install $(OLD_TRITON)
 	$(BIN)/pytest $(ARGS)
 
-check: install
+# The kernels are tested with the oldest Triton that they are written for as well.
+$(OLD_TRITON): | $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
+
+check: install $(OLD_TRITON)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy

@@ -79,7 +79,7 @@ class Replay:
         """One more request with a prompt of so many tokens, routed at its end."""
         row, state = len(self._lengths) + 1, self._state
         self._grow(row, 0, tokens)
-        state.extend_prepared(row, tokens, 0, tokens)
+        state.extend_prepared(row, tokens, tokens)
         chunks = state.start_extend([row], [0], [tokens])
         locations = self._requests[row, :tokens].long()
         keys = torch.randn(tokens, GEOMETRY.num_kv_heads, GEOMETRY.head_dim).bfloat16()

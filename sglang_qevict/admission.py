@@ -211,8 +211,7 @@ def consider_prefix(adder: Any, request: Any) -> None:
     """Tell the budget of a pass which kept pages the next candidate would share."""
     budget = adder.memory_budget
     if isinstance(budget, TieredPrefillBudget):
-        count = request.prefix_len // budget.page_size
-        budget.prefix = adder.tree_cache.pages_to(request.last_node, count) if count else ()
+        budget.prefix = adder.tree_cache.matched_pages(request)
 
 
 def continue_prompt(adder: Any, request: Any) -> None:

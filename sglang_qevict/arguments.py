@@ -17,7 +17,12 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import PrefixReuse, TieringConfig
 from sglang_qevict.flags import OPTIONS, config_from
-from sglang_qevict.refusals import refused_flags, refused_kv_dtype, refused_model
+from sglang_qevict.refusals import (
+    refused_flags,
+    refused_kv_dtype,
+    refused_model,
+    refused_platform,
+)
 from sglang_qevict.runtime import NAME, config_of
 
 __all__ = [
@@ -144,11 +149,8 @@ def window_geometry(model: Any, config: TieringConfig, tp_size: int = 1) -> Wind
 def _problem_with(model: Any, config: TieringConfig, kv_cache_dtype: str) -> str | None:
     from sglang.srt.platforms import current_platform
 
-    if current_platform.device_type != "cpu":
-        return (
-            f"--kv-tiering qevict has no kernels for {current_platform.device_type} yet, only for "
-            "cpu: drop --kv-tiering"
-        )
+    for sentence in refused_platform(current_platform):
+        return sentence
     for sentence in refused_model(model):
         return sentence
     for sentence in refused_kv_dtype(model.dtype, _KV_DTYPES.get(kv_cache_dtype, model.dtype)):

@@ -11,7 +11,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import AttentionType
 
 from qevict_kernels import make_kernels
-from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
+from qevict_kernels.interface import Lengths
+from qevict_kernels.transfers import to_device
+from qevict_kernels.warm_up import compile_kernels
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
 from qevict_tiers.manager import StorePlaces, TierManager
@@ -79,38 +81,33 @@ def _require_nothing_else(layer: Any, save_kv_cache: bool, options: dict[str, An
         )
 
 
-def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, promote: Promotion) -> None:
-    """Run each kernel that serving needs once, on one window of one request.
+def build_state(runner: Any) -> TieringState:
+    """The state of tiering for SGLang's model runner, with kernels that are ready.
 
-    Those that compile at their first use do so here, or load what an earlier start compiled.
+    A model that can't be tiered, which only its modules tell, ends the server (``refusing``).
     """
-    geometry = kernels.geometry
-    device = kernels.rotary.cos_sin.device
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    window = zeros(1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim, dtype=dtype)
-    full = FullArena(keys=window[:, 0], values=window[:, 1])
-    coded = zeros(1, geometry.num_kv_heads, geometry.record.record_bytes, dtype=torch.uint8)
-    slot, row, one = zeros(1), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64) + 1
-    view = LayerView(
-        page_table=zeros(1, 1),
-        full_slot=slot,
-        coded_slot=slot,
-        windows=zeros(1, 1),
-        num_full=zeros(1) + 1,
-        num_coded=zeros(1),
+    plan = runtime.require_plan()
+    pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    with refusing(runner.server_args):
+        _require_plain_attention(runner.model, plan.budget, pool.start_layer)
+        rotary = find_rotary(runner.model, runner.device)
+        started = time.perf_counter()
+        device = torch.device(runner.device)
+        kernels = make_kernels(plan.budget.geometry, rotary, device, pool.dtype)
+    compile_kernels(kernels, pool.dtype, plan.budget.config.promote is Promotion.DEQUANTIZE)
+    # The largest batch: all decode launches share it, those of captured graphs among them.
+    kernels.reserve(req_to_token.shape[0], plan.max_windows)
+    logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
+    manager = TierManager(
+        plan.budget,
+        kernels,
+        pool.storage,
+        num_pages=plan.num_pages,
+        num_rows=req_to_token.shape[0],
+        max_windows=plan.max_windows,
+        dtype=pool.dtype,
     )
-    query = zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=dtype)
-    token = zeros(1, geometry.num_kv_heads, geometry.head_dim, dtype=dtype)
-    out, scores = torch.empty_like(query), zeros(1, 1, dtype=torch.float32)
-    kernels.store(full, slot, slot, token, token)
-    kernels.extend(query, full, coded, view, row, row, one, 1.0, out, scores, row)
-    kernels.decode(query, full, coded, view, row, one, 1.0, out, scores)
-    kernels.quantize(full, coded, slot, slot, slot)
-    if promote is Promotion.DEQUANTIZE:
-        kernels.dequantize(full, coded, slot, slot, slot)
+    return TieringState(plan, manager, req_to_token)
 
 
 class QEvictAttentionBackend(AttentionBackend):
@@ -123,50 +120,59 @@ class QEvictAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         require_hooks()
-        plan = runtime.require_plan()
         pool, requests = runner.token_to_kv_pool, runner.req_to_token_pool
         # SGLang's models find the pools through the backend (its ``forward_context``).
         self.token_to_kv_pool, self.req_to_token_pool = pool, requests
-        with refusing(runner.server_args):
-            _require_plain_attention(runner.model, plan.budget, pool.start_layer)
-            rotary = find_rotary(runner.model, runner.device)
-            kernels = make_kernels(plan.budget.geometry, rotary, torch.device(runner.device))
-        started = time.perf_counter()
-        compile_kernels(kernels, pool.dtype, plan.budget.config.promote)
-        logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
-        manager = TierManager(
-            plan.budget,
-            kernels,
-            pool.storage,
-            num_pages=plan.num_pages,
-            num_rows=requests.req_to_token.shape[0],
-            max_windows=plan.max_windows,
-            dtype=pool.dtype,
-        )
-        self._state = TieringState(plan, manager, requests.req_to_token)
-        self._manager = manager
-        self._first_layer = pool.start_layer
+        runtime.state = build_state(runner)
+        requests.attach_aux_cache(runtime.state)
+        self.serve(runtime.state, pool.start_layer)
+        logger.info(describe(runtime.state.plan))
+
+    def serve(self, state: TieringState, first_layer: int) -> None:
+        """Attend over a state's windows; ``first_layer``: SGLang's number of its first layer."""
+        self._state, self._manager, self._first_layer = state, state.manager, first_layer
         self._chunks: list[Chunk] = []
         self._places: StorePlaces
         self._score_starts: torch.Tensor | None = None
-        runtime.state = self._state
-        requests.attach_aux_cache(self._state)
-        logger.info(describe(plan))
+        self._whole: Lengths | None = None
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Apply what the scheduler decided, then route and grow the views of this launch."""
-        rows = forward_batch.req_pool_indices.tolist()
-        lengths = forward_batch.seq_lens.tolist()
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: views, arenas and scratch stay where they are from the start."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Apply what the scheduler decided, then route and grow the views of this launch.
+
+        Eager launches call it as well (the base class's ``init_forward_metadata``). What is
+        captured into a graph is for no request. A graph's view of its batch is padded.
+        """
+        if in_capture:
+            return
         self._chunks = []
         if forward_batch.forward_mode.is_decode():
-            self._state.start_decode(rows, lengths)
+            padding = getattr(forward_batch, "num_padding", None) or 0
+            self._state.start_decode(*self._state.take_decoding(forward_batch.batch_size - padding))
         elif forward_batch.forward_mode.is_extend():
-            starts = forward_batch.extend_prefix_lens.tolist()
-            self._chunks = self._state.start_extend(rows, starts, lengths)
-            by_row = {chunk.row: chunk.score_start for chunk in self._chunks}
-            self._score_starts = torch.tensor(
-                [by_row.get(row, length) for row, length in zip(rows, lengths, strict=True)]
-            )
+            self._start_extend(forward_batch)
+
+    def _start_extend(self, forward_batch: Any) -> None:
+        if forward_batch.req_pool_indices_cpu is None:
+            # A warm-up: no query scores.
+            self._score_starts, self._whole = forward_batch.seq_lens, None
+            return
+        rows = forward_batch.req_pool_indices_cpu.tolist()
+        starts = forward_batch.extend_prefix_lens_cpu
+        ends = [
+            start + length
+            for start, length in zip(starts, forward_batch.extend_seq_lens_cpu, strict=True)
+        ]
+        self._chunks = self._state.start_extend(rows, starts, ends)
+        is_whole = len(self._chunks) == len(rows) and all(c.is_whole for c in self._chunks)
+        self._whole = Lengths(starts, ends) if is_whole else None
+        by_row = {chunk.row: chunk.score_start for chunk in self._chunks}
+        self._score_starts = to_device(
+            [by_row.get(row, end) for row, end in zip(rows, ends, strict=True)],
+            forward_batch.seq_lens.device,
+        )
 
     def forward_decode(
         self,
@@ -229,13 +235,18 @@ class QEvictAttentionBackend(AttentionBackend):
             out,
             self._manager.layer_scores(index),
             self._score_starts,
+            self._whole,
         )
         self._state.route_layer(index, self._chunks)
         return out.view(q.shape[0], -1)
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
-        """Tables are read until the last layer has attended."""
-        return SharedReadEnds.UNKNOWN
+        """Until when SGLang's scheduler must not change its table of a request's tokens.
+
+        A decode launch copies what it needs of it into views before the first layer; a prefill
+        may read it in every layer (``TieringState.allocate_layer``).
+        """
+        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padding rows: they see nothing."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+import torch
+
+from qevict_kernels import scratch_bytes
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import Prompt, RowClaims
@@ -20,6 +23,8 @@ _RUNNER_BYTES_PER_TOKEN = 64
 
 _MAX_VIEW_SHARE = 0.05
 """Views may take at most this share of the KV bytes; beyond, fewer requests run at once."""
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,20 @@ def plan_capacity(
     chunk_tokens: int | None,
     max_running_requests: int | None,
     default_running_requests: int,
+    device: torch.device = _CPU,
 ) -> CapacityPlan:
-    """Divide ``total_bytes`` into windows and tables.
+    """Divide ``total_bytes`` into windows, tables, and what the kernels of a device keep.
 
     Raises ``ValueError`` with what is needed if not even one request of ``min_context``
     tokens fits.
     """
     max_windows = budget.num_windows(context_tokens)
     wanted = max_running_requests or default_running_requests
+    row_bytes = Views.row_bytes(budget.num_layers, max_windows)
+    row_bytes += scratch_bytes(budget.geometry, device, 1, max_windows)
 
     def divide(total: int) -> _Division:
-        return _divide(budget, total, context_tokens, max_windows, wanted)
+        return _divide(budget, total, context_tokens, row_bytes, wanted)
 
     division = divide(total_bytes)
     claims = _row_claims(budget, division.arena_bytes, context_tokens, chunk_tokens)
@@ -101,11 +109,10 @@ class _Division(NamedTuple):
 
 
 def _divide(
-    budget: WindowBudget, total_bytes: int, context_tokens: int, max_windows: int, wanted: int
+    budget: WindowBudget, total_bytes: int, context_tokens: int, row_bytes: int, wanted: int
 ) -> _Division:
     """Rows for views first, then pages and the arena in the ratio of the longest contexts."""
     window = budget.config.window
-    row_bytes = Views.row_bytes(budget.num_layers, max_windows)
     affordable = int(_MAX_VIEW_SHARE * total_bytes) // row_bytes
     num_rows = max(1, min(wanted, affordable))
     # SGLang keeps one row more, for padding.

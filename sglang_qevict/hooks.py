@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from qevict_tiers.budget import WindowBudget
@@ -87,6 +88,7 @@ def config_from_budget(
             chunk_tokens=prompt_chunk_tokens(schedule, config.window, wanted or default),
             max_running_requests=wanted,
             default_running_requests=default,
+            device=torch.device(configurator.device),
         )
     if wanted and runtime.plan.num_rows < wanted:
         logger.warning(
@@ -143,11 +145,12 @@ def prepare_for_extend(result: None, batch: Any) -> None:
     if state is None:
         return
     for request in batch.reqs:
+        row = request.kv.req_pool_idx
         state.extend_prepared(
-            request.kv.req_pool_idx,
+            row,
             len(request.full_untruncated_fill_ids),
-            request.prefix_len,
             request.extend_end,
+            shared=() if row in state.ledger else batch.tree_cache.matched_pages(request),
             publishes=not request.skip_radix_cache_insert,
         )
     state.make_room(batch.tree_cache.evict_until)
@@ -187,6 +190,11 @@ def get_internal_state(result: Any, controller: Any, *args: Any, **kwargs: Any) 
     if runtime.state is not None:
         result.internal_state["kv_tiering"] = runtime.state.report()
     return result
+
+
+def enable_fused_set_kv_buffer(original: Any, *args: Any, **kwargs: Any) -> bool:
+    """Models leave it to the attention backend to store keys and values, as windows."""
+    return not runtime.active and bool(original(*args, **kwargs))
 
 
 _Hook = tuple[str, Any, HookType]
@@ -248,6 +256,11 @@ HOOKS: tuple[_Hook, ...] = (
     (
         f"{_SRT}.beam_search.coordinator.BeamCoordinator.validate_and_init",
         validate_beam_search,
+        HookType.AROUND,
+    ),
+    (
+        f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
+        enable_fused_set_kv_buffer,
         HookType.AROUND,
     ),
     (

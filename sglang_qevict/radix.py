@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from sglang_qevict.arguments import refusing
 from sglang_qevict.runtime import runtime
 
 __all__ = ["TieredRadixCache", "create_cache"]
+
+_MATCHED = "_kv_tiering_matched"
+"""An attribute of SGLang's requests: pages that the last match found, known on the host."""
 
 _LEAF_WINDOWS, _MAX_LEAVES = 64, 32
 """Windows that one leaf may have, which is what is evicted at once; but a request is not split into
@@ -40,12 +43,12 @@ class TieredRadixCache(UnifiedRadixCache):
         if up_to <= start:
             return
         first, last = start // self.page_size, up_to // self.page_size
-        own = state.pages(row, first, last)
+        before = state.pages(row, range(first, last))
         super().checkpoint(req, up_to=up_to, **kwargs)
         last = req.kv.cache_protected_len // self.page_size
-        own = own[: last - first]
         # Where the tree had these tokens already, the row has its pages now, not its own.
-        found = state.pages(row, first, last)
+        after = state.pages(row, range(first, last))
+        own, found = torch.stack([before[: last - first], after]).tolist()
         adopted = [a == b for a, b in zip(own, found, strict=True)]
         new = adopted.index(True) if any(adopted) else len(own)
         assert all(adopted[new:]), "the tree took pages from the middle of a row"
@@ -58,13 +61,17 @@ class TieredRadixCache(UnifiedRadixCache):
         """SGLang's match, shortened to what the request can use."""
         result = super().match_prefix(params)
         state, req = runtime.state, params.req
-        if state is None or req is None or not result.device_prefix_len:
+        if state is None or req is None:
+            return result
+        setattr(req, _MATCHED, ())
+        if not result.device_prefix_len:
             return result
         matched = result.device_prefix_len // self.page_size
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        pages = self.pages_to(result.last_device_node, matched)
+        pages = self._pages_to(result.last_device_node, matched)
         usable = state.ledger.usable_pages(pages, prompt, prompt + left)
+        setattr(req, _MATCHED, pages[:usable])
         if usable == matched:
             return result
         key = params.key
@@ -79,7 +86,14 @@ class TieredRadixCache(UnifiedRadixCache):
             MatchPrefixParams(key=limited, cow_mamba=params.cow_mamba, req=req)
         )
 
-    def pages_to(self, node: Any, count: int) -> list[int]:
+    def matched_pages(self, req: Any) -> Sequence[int]:
+        """Pages of the prefix that a request is about to reuse: what its last match found."""
+        count = req.prefix_len // self.page_size
+        pages: Sequence[int] = getattr(req, _MATCHED, ())
+        assert count <= len(pages), "a request reuses more than its last match found"
+        return pages[:count]
+
+    def _pages_to(self, node: Any, count: int) -> list[int]:
         """The first so many pages on the way to a node (waits for the device)."""
         locations = self.path_device_indices(node)[: count * self.page_size : self.page_size]
         pages: list[int] = (locations // self.page_size).tolist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 
 from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
 from qevict_tiers.claims import ClaimLedger
@@ -20,6 +21,7 @@ __all__ = [
     "refused_flags",
     "refused_kv_dtype",
     "refused_model",
+    "refused_platform",
     "refused_prompt",
     "refused_request",
 ]
@@ -50,6 +52,9 @@ def _above_one(field: str) -> Callable[[Any], bool]:
 def _not_in(field: str, *allowed: Any) -> Callable[[Any], bool]:
     return lambda args: getattr(args, field) not in allowed
 
+
+_LEAST_CAPABILITY = (8, 0)
+"""Of NVIDIA GPUs: the first whose matrix units take bfloat16."""
 
 _OWN_TIERS = "tiering keeps its own copies and tiers of the KV cache"
 _ROW_SHAPE = "it writes or reads KV in a shape that tiered windows do not have"
@@ -238,6 +243,11 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
             f"--page-size must equal --kv-tiering-window ({config.window}), got "
             f"{server_args.page_size}: drop --page-size"
         )
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        yield (
+            "--kv-tiering qevict does not work with SGLANG_ENABLE_METADATA_GLUE_GRAPH, since it "
+            "captures once what tiering decides in every step: unset it, or drop --kv-tiering"
+        )
     chunk_tokens = server_args.chunked_prefill_size
     if chunk_tokens is None:
         return
@@ -251,6 +261,22 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
             "--kv-tiering-exact-prefill-tokens routes longer prompts chunk by chunk, but "
             f"--chunked-prefill-size {chunk_tokens} allows no chunks: drop one of the two"
         )
+
+
+def refused_platform(platform: Any) -> Iterator[str]:
+    """A sentence for SGLang's platform at hand, unless there are kernels for it."""
+    if platform.device_type == "cpu":
+        return
+    found = platform.device_name
+    if platform.is_cuda():
+        capability = platform.get_device_capability()
+        if capability >= _LEAST_CAPABILITY:
+            return
+        found = f"a GPU of compute capability {capability.major}.{capability.minor}"
+    yield (
+        f"--kv-tiering qevict has kernels for CPUs and for NVIDIA GPUs of compute capability "
+        f"{'.'.join(map(str, _LEAST_CAPABILITY))} or later, but not for {found}: drop --kv-tiering"
+    )
 
 
 def refused_model(model_config: Any) -> Iterator[str]:

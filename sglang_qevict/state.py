@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.utils.rank_consensus_checker import assert_same, rank_consensus
 
+from qevict_kernels.transfers import to_device
 from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import PrefixReuse
 from qevict_tiers.kept import UNLIMITED, Keep
@@ -68,7 +69,7 @@ class _Limit(NamedTuple):
 class _Drop(NamedTuple):
     """Pages are kept no longer."""
 
-    pages: torch.Tensor
+    pages: list[int]
 
 
 EvictUntil = Callable[[Callable[[], bool]], None]
@@ -83,7 +84,8 @@ class Chunk:
 
     score_start: queries from this position on score windows. route_at: length at which
     the row is routed once its queries have attended, or None. lazy: its FULL copies are
-    made layer by layer, since each layer is routed right after its attention.
+    made layer by layer, since each layer is routed right after its attention. is_whole: every
+    window that its queries see is FULL.
     """
 
     row: int
@@ -92,6 +94,7 @@ class Chunk:
     score_start: int
     route_at: int | None
     lazy: bool
+    is_whole: bool
 
 
 class TieringState:
@@ -99,7 +102,8 @@ class TieringState:
 
     The scheduler's side only records: rows that come and go, and pages that are kept or
     dropped, are events in one queue, in the order of its decisions. The queue is applied
-    at the start of the next launch, so nothing changes under a launch in flight. It is
+    at the start of the next launch, so nothing changes under a launch in flight. Events hold
+    numbers, no tensors: launches have a stream of their own on a GPU. The state is
     also SGLang's auxiliary cache of the request pool (``ReqToTokenPool.attach_aux_cache``).
 
     Ranks of a tensor-parallel group route by their own heads, but decide alike here. SGLang's
@@ -114,6 +118,7 @@ class TieringState:
         self._reuses = plan.budget.config.prefix_reuse is not PrefixReuse.OFF
         self._req_to_token = req_to_token
         self._events: list[_Event] = []
+        self._prepared: tuple[list[int], list[int]] = ([], [])
         self._view_tokens: dict[int, int] = {}
         self._changed = False
 
@@ -121,12 +126,17 @@ class TieringState:
 
     @rank_consensus(same_params=True)
     def extend_prepared(
-        self, row: int, prompt_tokens: int, start: int, end: int, publishes: bool = True
+        self,
+        row: int,
+        prompt_tokens: int,
+        end: int,
+        shared: Sequence[int] = (),
+        publishes: bool = True,
     ) -> None:
-        """The next launch prefills tokens ``[start, end)`` of a row.
+        """The next launch prefills a row up to token ``end``.
 
-        What is before the first of them is the reused prefix, whole pages that are kept.
-        ``publishes``: whether the row may leave its windows when it ends.
+        Of a row that begins, ``shared`` are the kept pages of its reused prefix, and
+        ``publishes`` tells whether it may leave its windows when it ends.
         """
         if row not in self.ledger:
             publishable = UNLIMITED if self._reuses and publishes else 0
@@ -134,7 +144,7 @@ class TieringState:
                 row,
                 Prompt(prompt_tokens, whole=end == prompt_tokens),
                 publishable,
-                self.pages(row, 0, start // self._window) if start else (),
+                shared,
             )
             self._events.append(_Open(row, publishable))
         self.ledger.advance(row, end)
@@ -156,10 +166,10 @@ class TieringState:
         launched = self._view_tokens.get(row, 0)
         return min(self.ledger.publishable(row) * self._window, launched)
 
-    def pages(self, row: int, start: int, end: int) -> list[int]:
-        """Pages of windows ``[start, end)`` of a row (waits for the device)."""
-        pages: list[int] = self._pages(row, range(start, end)).tolist()
-        return pages
+    def pages(self, row: int, windows: range) -> torch.Tensor:
+        """Pages of windows of a row, int64 on the device."""
+        tokens = slice(windows.start * self._window, windows.stop * self._window, self._window)
+        return self._req_to_token[row, tokens].to(torch.int64) // self._window
 
     @rank_consensus(same_params=True)
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
@@ -195,8 +205,8 @@ class TieringState:
 
     def drop(self, locations: torch.Tensor) -> None:
         """The prefix cache gives up these tokens, whole pages (waits for the device)."""
-        pages = locations[:: self._window] // self._window
-        self.ledger.kept.drop(pages.tolist())
+        pages: list[int] = (locations[:: self._window] // self._window).tolist()
+        self.ledger.kept.drop(pages)
         self._events.append(_Drop(pages))
         self._changed = True
 
@@ -241,9 +251,9 @@ class TieringState:
 
         Rows that start a prefill are not known yet; ``extend_prepared`` follows for them.
         """
-        for row, tokens in zip(
-            req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist(), strict=True
-        ):
+        rows, lengths = req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist()
+        self._prepared = rows, lengths
+        for row, tokens in zip(rows, lengths, strict=True):
             if row in self.ledger:
                 self.ledger.advance(row, tokens)
 
@@ -252,6 +262,7 @@ class TieringState:
         self._changed = True
         self.ledger.clear()
         self._events.clear()
+        self._prepared = ([], [])
         self._view_tokens.clear()
         self.manager.clear()
 
@@ -265,6 +276,23 @@ class TieringState:
 
     # -- the launch's side ------------------------------------------------------------
 
+    def take_decoding(self, batch_size: int) -> tuple[list[int], list[int]]:
+        """Rows that the decode launch at hand is for, and the lengths it brings them to.
+
+        As the scheduler prepared them: on the device the launch has them too, but to read them
+        there would be to wait for the launch before. Both are empty for a launch that nobody
+        prepared, as SGLang's warm-ups are.
+
+        Raises ``RuntimeError`` if the launch is for another number of rows.
+        """
+        (rows, lengths), self._prepared = self._prepared, ([], [])
+        if rows and len(rows) != batch_size:
+            raise RuntimeError(
+                f"KV tiering: SGLang prepared {len(rows)} requests to decode, but decodes "
+                f"{batch_size}"
+            )
+        return rows, lengths
+
     @single_threaded
     def start_decode(self, rows: list[int], lengths: list[int]) -> None:
         """A launch decodes one token of each row, which brings it to its length."""
@@ -277,6 +305,7 @@ class TieringState:
     @single_threaded
     def start_extend(self, rows: list[int], starts: list[int], ends: list[int]) -> list[Chunk]:
         """A launch extends rows from ``starts`` to ``ends``; decode rows may be among them."""
+        self._prepared = ([], [])
         self.drain()
         self.ledger.require_room()
         chunks = [
@@ -312,19 +341,20 @@ class TieringState:
                 self.manager.publish(event.row, event.start, event.end, event.keep)
         elif kind is _Raise:
             for event in events:
-                windows, pages = torch.tensor([event.windows, event.pages]).to(self.manager.device)
+                windows, pages = to_device([event.windows, event.pages], self.manager.device)
                 self.manager.raise_kept(event.row, windows, pages)
         elif kind is _Limit:
             for event in events:
                 self.manager.limit_publishing(event.row, event.windows)
         else:
-            self.manager.drop(torch.cat([event.pages for event in events]))
+            dropped = [page for event in events for page in event.pages]
+            self.manager.drop(to_device(dropped, self.manager.device))
 
     @single_threaded
     def allocate_layer(self, layer: int, chunks: list[Chunk]) -> None:
         """Make the FULL copies of lazy chunks in one layer."""
         pages = [
-            self._pages(chunk.row, self._windows(chunk.start, chunk.end))
+            self.pages(chunk.row, self._windows(chunk.start, chunk.end))
             for chunk in chunks
             if chunk.lazy
         ]
@@ -342,19 +372,21 @@ class TieringState:
                 self._log_routed(due)
 
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
-        prompt = self.ledger.prompt_tokens(row)
+        prompt, shared = self.ledger.prompt_tokens(row), self.ledger.sharing(row).shared
+        is_whole = not shared and self.claims.is_unrouted(prompt, start)
         if start >= prompt:
-            return Chunk(row, start, end, score_start=start, route_at=None, lazy=False)
+            return Chunk(row, start, end, start, route_at=None, lazy=False, is_whole=is_whole)
         segment_end = start + self.claims.chunk_limit(prompt, start)
         route_at = self.claims.routing_point(prompt, end)
-        whole = start == self.ledger.sharing(row).shared * self._window and end == prompt
+        in_one = start == shared * self._window and end == prompt
         return Chunk(
             row,
             start,
             end,
             score_start=self.claims.score_start(segment_end),
             route_at=route_at,
-            lazy=whole and route_at is not None,
+            lazy=in_one and route_at is not None,
+            is_whole=is_whole,
         )
 
     def _route_due(self, rows: list[int], stored: list[int]) -> None:
@@ -390,7 +422,7 @@ class TieringState:
             added = self._windows(start, length)
             if not added:
                 continue
-            pages = self._pages(row, added)
+            pages = self.pages(row, added)
             grown.append(row)
             windows.append(added)
             all_pages.append(pages)
@@ -407,7 +439,7 @@ class TieringState:
         shared = self.ledger.sharing(row).shared if row in self.ledger else 0
         if shared:
             self._view_tokens[row] = shared * self._window
-            self.manager.share(row, self._pages(row, range(shared)))
+            self.manager.share(row, self.pages(row, range(shared)))
 
     @property
     def _window(self) -> int:
@@ -417,11 +449,6 @@ class TieringState:
         """Windows that begin among tokens ``[start, end)``."""
         num_windows = self.plan.budget.num_windows
         return range(num_windows(start), num_windows(end))
-
-    def _pages(self, row: int, windows: range) -> torch.Tensor:
-        """Pages of windows of a row, int64."""
-        tokens = slice(windows.start * self._window, windows.stop * self._window, self._window)
-        return self._req_to_token[row, tokens].to(torch.int64) // self._window
 
     def _launched(self, rows: list[int]) -> None:
         for row in rows:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from mini_tree import MiniTree
 from qevict_kernels.interface import AttentionKernels
@@ -23,6 +26,7 @@ from qevict_tiers.config import TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
 from sglang_qevict.admission import Continued, TieredPrefillBudget
+from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
@@ -105,6 +109,18 @@ class Waiting(NamedTuple):
     new: int = 1
 
 
+class _Backend(QEvictAttentionBackend):
+    """The attention backend around the engine's state, without SGLang's model runner."""
+
+    def __init__(self, state: TieringState) -> None:
+        self.serve(state, first_layer=0)
+
+
+def _layer(index: int, geometry: WindowGeometry) -> RadixAttention:
+    heads, dim = geometry.num_q_heads, geometry.head_dim
+    return RadixAttention(heads, dim, dim**-0.5, geometry.num_kv_heads, layer_id=index)
+
+
 class _LivePages:
     """As much of SGLang's allocator and tree as a prefill budget asks; changes with the engine."""
 
@@ -171,6 +187,8 @@ class MiniEngine:
         self.running: dict[int, Request] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self.worst_error = 0.0
+        self.backend = _Backend(self.state)
+        self._layers = [_layer(index, geometry) for index in range(num_layers)]
         self._covered = self._granted = 0
         """Bytes that claims covered when the last launch was decided, and the one before."""
         self._watch_allocations()
@@ -300,7 +318,8 @@ class MiniEngine:
         self._announce(requests)
         for request, start in zip(requests, starts, strict=True):
             if start < request.prompt:
-                self.state.extend_prepared(request.row, request.prompt, start, request.stored)
+                shared = request.pages[: request.shared]
+                self.state.extend_prepared(request.row, request.prompt, request.stored, shared)
         assert self.state.make_room(self._evict_until)
         self._launch_extend(requests, starts)
 
@@ -311,25 +330,35 @@ class MiniEngine:
             self._allocate(request, request.stored + 1)
         self._announce(requests)
         self._cover()
-        self.state.start_decode([r.row for r in requests], [r.stored for r in requests])
-        rows = torch.tensor([r.row for r in requests])
-        lengths = torch.tensor([r.stored for r in requests])
-        locations = self._locations([(r, r.stored - 1) for r in requests])
+        tokens = [(request, request.stored - 1) for request in requests]
+        self.launch_decode(
+            torch.tensor([r.row for r in requests]),
+            torch.tensor([r.stored for r in requests]),
+            self._locations(tokens),
+            tokens,
+        )
+
+    def launch_decode(
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        locations: torch.Tensor,
+        tokens: list[tuple[Request, int]],
+    ) -> None:
+        """What SGLang's eager runner does with a batch that decodes ``tokens``."""
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(rows),
+            req_pool_indices=rows,
+            seq_lens=lengths,
+            out_cache_loc=locations,
+        )
+        self.backend.init_forward_metadata(batch)
         for layer in range(self.num_layers):
-            query = self._draw_tokens(layer, [(r, r.stored - 1) for r in requests], locations)
-            out = torch.empty_like(query)
-            self.kernels.decode(
-                query,
-                self.manager.full_arena,
-                self.manager.coded_arena,
-                self.manager.layer_view(layer),
-                rows,
-                lengths,
-                self.geometry.head_dim**-0.5,
-                out,
-                self.manager.layer_scores(layer),
-            )
-            self._collect(layer, query, out, [(r, r.stored - 1) for r in requests])
+            query, key, value = self._draw_tokens(layer, tokens)
+            expected = self._expect(layer, query, tokens)
+            out = self.backend.forward_decode(query, key, value, self._layers[layer], batch)
+            self._collect(out, tokens, expected)
 
     def finish(self, name: int, publish: bool = False) -> None:
         """A request ends, is aborted or is retracted; it may leave its windows for others."""
@@ -449,44 +478,41 @@ class MiniEngine:
         return torch.stack([self.req_to_token[r.row, p] for r, p in tokens]).to(torch.int64)
 
     def _launch_extend(self, requests: list[Request], starts: list[int]) -> None:
-        ends = [r.stored for r in requests]
-        self._cover()
-        chunks = self.state.start_extend([r.row for r in requests], starts, ends)
-        score_starts = torch.tensor([chunk.score_start for chunk in chunks])
         tokens = [
             (request, position)
             for request, start in zip(requests, starts, strict=True)
             for position in range(start, request.stored)
         ]
-        locations = self._locations(tokens)
+        rows, ends = [r.row for r in requests], [r.stored for r in requests]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(rows),
+            req_pool_indices=torch.tensor(rows),
+            req_pool_indices_cpu=torch.tensor(rows),
+            seq_lens=torch.tensor(ends),
+            extend_prefix_lens=torch.tensor(starts),
+            extend_prefix_lens_cpu=starts,
+            extend_seq_lens=torch.tensor(lengths),
+            extend_seq_lens_cpu=lengths,
+            out_cache_loc=self._locations(tokens),
+        )
+        self._cover()
+        self.backend.init_forward_metadata(batch)
         for layer in range(self.num_layers):
-            self.state.allocate_layer(layer, chunks)
-            query = self._draw_tokens(layer, tokens, locations)
-            out = torch.empty_like(query)
-            self.kernels.extend(
-                query,
-                self.manager.full_arena,
-                self.manager.coded_arena,
-                self.manager.layer_view(layer),
-                torch.tensor([r.row for r in requests]),
-                torch.tensor(starts),
-                torch.tensor([end - start for start, end in zip(starts, ends, strict=True)]),
-                self.geometry.head_dim**-0.5,
-                out,
-                self.manager.layer_scores(layer),
-                score_starts,
-            )
-            self._collect(layer, query, out, tokens)
-            self.state.route_layer(layer, chunks)
+            query, key, value = self._draw_tokens(layer, tokens)
+            # Beforehand, since the layer routes what has attended.
+            expected = self._expect(layer, query, tokens)
+            out = self.backend.forward_extend(query, key, value, self._layers[layer], batch)
+            self._collect(out, tokens, expected)
 
     def _draw_tokens(
-        self, layer: int, tokens: list[tuple[Request, int]], locations: torch.Tensor
-    ) -> torch.Tensor:
-        """Draw and store new tokens of a layer; returns their queries ``[T, Hq, D]``."""
+        self, layer: int, tokens: list[tuple[Request, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New tokens of a layer, flat as models hand them over."""
         drawn = [self._draw(request, layer, position) for request, position in tokens]
-        queries, keys, values = (torch.stack(parts) for parts in zip(*drawn, strict=True))
-        self.manager.store(layer, locations, keys, values)
-        return queries
+        query, key, value = (torch.stack(parts).flatten(1) for parts in zip(*drawn, strict=True))
+        return query, key, value
 
     def _draw(
         self, request: Request, layer: int, position: int
@@ -505,14 +531,29 @@ class MiniEngine:
         request.values[layer] = torch.cat([request.values[layer], value[None]])
         return query * 2, key, value
 
+    def _expect(
+        self, layer: int, query: torch.Tensor, tokens: list[tuple[Request, int]]
+    ) -> list[torch.Tensor] | None:
+        """What attention of these tokens must give, if that is checked."""
+        if not self.check:
+            return None
+        queries = query.view(len(tokens), -1, self.geometry.head_dim)
+        return [
+            self.dense_attention(layer, request, row, position)
+            for row, (request, position) in zip(queries, tokens, strict=True)
+        ]
+
     def _collect(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, tokens: list[tuple[Request, int]]
+        self,
+        out: torch.Tensor,
+        tokens: list[tuple[Request, int]],
+        expected: list[torch.Tensor] | None,
     ) -> None:
         used, capacity = self.manager.arena.used_bytes, self.state.ledger.capacity_bytes
         assert used <= self._covered <= capacity, (used, self._covered, capacity)
-        for i, (request, position) in enumerate(tokens):
-            self.outputs[request.name].append(out[i].clone())
-            if self.check:
-                expected = self.dense_attention(layer, request, query[i], position)
-                error = (out[i].float() - expected).abs().max().item()
+        for i, (request, _) in enumerate(tokens):
+            row = out[i].view(-1, self.geometry.head_dim)
+            self.outputs[request.name].append(row.clone())
+            if expected is not None:
+                error = (row.float() - expected[i]).abs().max().item()
                 self.worst_error = max(self.worst_error, error)

@@ -99,7 +99,7 @@ class TeacherForcing:
             req_pool_indices_cpu=torch.tensor([ROW]), target_seq_lens_cpu=torch.tensor([end])
         )
         if start == 0:
-            state.extend_prepared(ROW, prompt, 0, end)
+            state.extend_prepared(ROW, prompt, end)
             chunks = state.start_extend([ROW], [0], [end])
         else:
             state.start_decode([ROW], [end])

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qevict_kernels import scratch_bytes
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
@@ -48,6 +50,16 @@ def test_windows_and_tables_together_are_stocks_bytes() -> None:
     assert plan.total_bytes == 16_384 * TOKEN_BYTES
     assert plan.arena_bytes + plan.table_bytes == plan.total_bytes
     assert plan.table_bytes > 0
+
+
+def test_what_kernels_keep_for_each_request_is_part_of_the_tables() -> None:
+    budget = WindowBudget(TieringConfig(), GEOMETRY, LAYERS)
+    sizes = (1 << 30, 8192, 2048, 8, 64)
+    cpu, cuda = (plan_capacity(budget, *sizes, torch.device(name)) for name in ("cpu", "cuda"))
+    # SGLang keeps one row more, for padding.
+    kept = scratch_bytes(GEOMETRY, torch.device("cuda"), 9, cuda.max_windows)
+    # Fewer pages take smaller tables.
+    assert 0.8 * kept < cpu.arena_bytes - cuda.arena_bytes <= kept
 
 
 @given(

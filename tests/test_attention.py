@@ -15,13 +15,10 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from mini_engine import rotary_table
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.warm_up import compile_kernels
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import Promotion, TieringConfig
-from sglang_qevict.attention import (
-    QEvictAttentionBackend,
-    _require_plain_attention,
-    compile_kernels,
-)
+from qevict_tiers.config import TieringConfig
+from sglang_qevict.attention import QEvictAttentionBackend, _require_plain_attention
 
 SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "scaling": 0.125}
 
@@ -93,14 +90,14 @@ from numba.core.dispatcher import Dispatcher
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.config import Promotion, TieringConfig
-from sglang_qevict.attention import compile_kernels
+from qevict_kernels.warm_up import compile_kernels
 
 def refuse(*args, **kwargs):
     raise AssertionError("compiled after start")
 
 def make(geometry, rotary):
     kernels = make_kernels(geometry, rotary, torch.device("cpu"))
-    compile_kernels(kernels, torch.bfloat16, Promotion.DEQUANTIZE)
+    compile_kernels(kernels, torch.bfloat16, dequantizes=True)
     Dispatcher.compile = Dispatcher._compile_for_args = refuse
     return kernels
 
@@ -129,14 +126,14 @@ def test_nothing_is_left_to_compile_for_requests() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("dequantizes", [False, True])
 def test_every_kernel_that_serving_needs_runs_at_start(
-    promote: Promotion, monkeypatch: pytest.MonkeyPatch
+    dequantizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = make_kernels(WindowGeometry(2, 1, 64), rotary_table(64), torch.device("cpu"))
     called: list[str] = []
     for name in ("store", "quantize", "dequantize", "decode", "extend"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name: called.append(name))
-    compile_kernels(kernels, torch.float16, promote)
+    compile_kernels(kernels, torch.float16, dequantizes)
     needed = {"store", "quantize", "decode", "extend"}
-    assert set(called) == needed | ({"dequantize"} if promote is Promotion.DEQUANTIZE else set())
+    assert set(called) == needed | ({"dequantize"} if dequantizes else set())

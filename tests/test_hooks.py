@@ -68,6 +68,15 @@ def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_r
     assert told(100) == "SGLang's own reason"
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_models_fuse_stores_only_without_tiering(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    assert hooks.enable_fused_set_kv_buffer(lambda batch: fused, None) is fused
+    monkeypatch.setattr(hooks.runtime, "plan", object())
+    assert not hooks.enable_fused_set_kv_buffer(lambda batch: fused, None)
+
+
 @pytest.mark.parametrize(("asked", "given"), [(None, 700), (9, 9)])
 def test_an_answer_of_no_stated_length_leaves_room_for_a_prefix(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int

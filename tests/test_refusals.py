@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.platforms.device_mixin import DeviceCapability
 from sglang.srt.server_args import ServerArgs
 
 from command_line import parse, tiered
 from sglang_qevict.arguments import check_model, from_keywords
-from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS, Refusal, refused_model
+from sglang_qevict.refusals import (
+    FLAG_REFUSALS,
+    MODEL_REFUSALS,
+    Refusal,
+    refused_model,
+    refused_platform,
+)
 from sglang_qevict.runtime import NAME, config_of
 
 PREFIX = "sglang-qevict: error: "
@@ -164,6 +171,49 @@ def test_chunks_are_whole_windows(
         tiered(*flags)
     expected = f"--chunked-prefill-size must be a multiple of --kv-tiering-window ({window}), "
     assert _sentence(capsys) == f"{expected}or -1 for no chunks, got {tokens}"
+
+
+def test_a_graph_of_what_is_decided_in_every_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(SystemExit) as exit_:
+        tiered()
+    assert exit_.value.code == 2
+    assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH, since it captures" in capsys.readouterr().err
+
+
+def _platform(device_type: str, name: str, capability: tuple[int, int] | None = None) -> Any:
+    return SimpleNamespace(
+        device_type=device_type,
+        device_name=name,
+        is_cuda=lambda: name == "cuda",
+        get_device_capability=lambda: capability and DeviceCapability(*capability),
+    )
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [_platform("cpu", "cpu"), *(_platform("cuda", "cuda", c) for c in ((8, 0), (8, 9), (10, 0)))],
+)
+def test_cpus_and_gpus_from_ampere_on_are_served(platform: Any) -> None:
+    assert list(refused_platform(platform)) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "told"),
+    [
+        (_platform("cuda", "cuda", (7, 5)), "a GPU of compute capability 7.5"),
+        (_platform("cuda", "rocm"), "rocm"),
+        (_platform("xpu", "xpu"), "xpu"),
+    ],
+)
+def test_another_device_is_refused_with_what_is_served(platform: Any, told: str) -> None:
+    (sentence,) = refused_platform(platform)
+    assert sentence == (
+        "--kv-tiering qevict has kernels for CPUs and for NVIDIA GPUs of compute capability 8.0 or "
+        f"later, but not for {told}: drop --kv-tiering"
+    )
 
 
 def test_routing_chunk_by_chunk_needs_chunks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ Full attention is FlashInfer's paged decode where it can be imported, else the f
 
 full_us, tiered_us   one layer
 ratio                full attention's time over ours: higher is better
+pair_ratio           the same with FULL windows left to FlashInfer, keys read again for scores
 bandwidth            bytes that tiers must touch (``roofline``), per second, over those of a copy
 """
 
@@ -36,6 +37,9 @@ MODELS = {
 DISTINCT = 256
 """Windows with numbers of their own; a stack repeats them."""
 
+Decode = Callable[..., None]
+"""``decode`` of ``AttentionKernels``."""
+
 CACHE_BYTES, MOST_BYTES = 256 << 20, 40 << 30
 """A stack is larger than the first, if it takes no more than the second."""
 
@@ -48,6 +52,7 @@ COLUMNS = {
     "full_us": ".1f",
     "tiered_us": ".1f",
     "ratio": ".2f",
+    "pair_ratio": ".2f",
     "bandwidth": ".0%",
 }
 
@@ -244,7 +249,18 @@ class Tiers:
         ]
         self.scores = torch.zeros(self.layers, batch, total, device=DEVICE)
 
-    def run(self) -> Callable[[], None]:
+    def paired(self) -> Decode:
+        """The kernels' decode beside FlashInfer's, planned for this stack."""
+        from qevict_kernels.flashinfer import PairedDecode
+
+        point, pair = self.point, PairedDecode(self.kernels, DEVICE)
+        pair.plan(
+            [self.num_full] * point.batch, [point.context] * point.batch,
+            point.geometry.head_dim**-0.5, torch.bfloat16,
+        )  # fmt: skip
+        return pair.decode
+
+    def run(self, attend: Decode) -> Callable[[], None]:
         """Decode one token in every layer."""
         g, batch = self.point.geometry, self.point.batch
         shape = (self.layers, batch, g.num_q_heads, g.head_dim)
@@ -255,7 +271,7 @@ class Tiers:
 
         def decode() -> None:
             for layer, view in enumerate(self.views):
-                self.kernels.decode(
+                attend(
                     query[layer], self.full, self.coded, view, rows, lengths, g.head_dim**-0.5,
                     out[layer], self.scores[layer],
                 )  # fmt: skip
@@ -282,7 +298,8 @@ def main() -> None:
             torch.cuda.empty_cache()
         for budget in budgets:
             tiers = Tiers(point, budget)
-            seconds = median_seconds(tiers.run(), chosen.repeats) / tiers.layers
+            run = tiers.run(tiers.kernels.decode)
+            seconds = median_seconds(run, chosen.repeats) / tiers.layers
             row: Row = {
                 "model": model,
                 "context": context,
@@ -295,6 +312,11 @@ def main() -> None:
                 "ratio": full_seconds / seconds,
                 "bytes": tiers.bytes,
             }
+            if baseline == "flashinfer":
+                pair = tiers.run(tiers.paired())
+                row["pair_ratio"] = (
+                    full_seconds * tiers.layers / median_seconds(pair, chosen.repeats)
+                )
             if bandwidth := machine.get("copy_bandwidth"):
                 row["bandwidth"] = tiers.bytes / seconds / bandwidth
             rows.append(row)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from qevict_kernels.interface import AttentionKernels
     from qevict_kernels.layout import WindowGeometry
     from qevict_kernels.rope import RotaryTable
 
-__all__ = ["make_kernels"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["make_kernels", "scratch_bytes"]
 
 
 def make_kernels(
-    geometry: WindowGeometry, rotary: RotaryTable, device: torch.device
+    geometry: WindowGeometry,
+    rotary: RotaryTable,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> AttentionKernels:
-    """The production kernels for a device.
+    """The production kernels for a device, and for windows of a dtype.
 
     Raises ``NotImplementedError`` for a device that has none.
     """
@@ -29,4 +35,32 @@ def make_kernels(
             """numba for tokens, attention and codes, torch for moves of whole copies."""
 
         return CpuKernels(geometry, rotary)
+    if device.type == "cuda":
+        return _cuda_kernels(geometry, rotary, device, dtype)
     raise NotImplementedError(f"there are no kernels for device {device.type!r} yet")
+
+
+def _cuda_kernels(
+    geometry: WindowGeometry, rotary: RotaryTable, device: torch.device, dtype: torch.dtype
+) -> AttentionKernels:
+    """Triton's, with FlashInfer's prefill where it can be had."""
+    from qevict_kernels.flashinfer import FlashInferKernels
+    from qevict_kernels.triton import TritonKernels
+    from qevict_kernels.warm_up import compile_kernels
+
+    try:
+        kernels = FlashInferKernels(geometry, rotary, device)
+        compile_kernels(kernels, dtype, dequantizes=False)
+    except Exception as error:  # of FlashInfer, its compiler, or the import of either
+        logger.info("KV tiering prefills with Triton alone, without FlashInfer: %s", error)
+        return TritonKernels(geometry, rotary, device)
+    return kernels
+
+
+def scratch_bytes(geometry: WindowGeometry, device: torch.device, batch: int, columns: int) -> int:
+    """Bytes that ``reserve`` of a device's kernels takes (see ``AttentionKernels``)."""
+    if device.type != "cuda":
+        return 0
+    from qevict_kernels.triton.decode import MAX_SPLITS, scratch_numbers
+
+    return 4 * sum(scratch_numbers(geometry, MAX_SPLITS, batch, columns))

@@ -20,14 +20,21 @@ Invariance
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 
-__all__ = ["AttentionKernels", "FullArena", "LayerView"]
+__all__ = ["AttentionKernels", "FullArena", "LayerView", "Lengths"]
+
+
+class Lengths(NamedTuple):
+    """Where the chunks of a launch begin and end, known on the host: ``[starts[b], ends[b])``."""
+
+    starts: list[int]
+    ends: list[int]
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,13 @@ class AttentionKernels(Protocol):
 
     geometry: WindowGeometry
     rotary: RotaryTable
+
+    def reserve(self, batch: int, columns: int) -> None:
+        """Allocate what ``decode`` needs for such batches over lists of ``columns`` windows.
+
+        Whatever is decoded then finds it at the same place: a captured CUDA graph relies on it.
+        """
+        ...
 
     def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of ``slots`` (uint8 ``[n, bytes]``), ``targets[i] <- sources[i]``.
@@ -164,6 +178,7 @@ class AttentionKernels(Protocol):
         out: torch.Tensor,
         scores: torch.Tensor | None,
         score_starts: torch.Tensor | None,
+        whole: Lengths | None = None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request.
 
@@ -173,5 +188,7 @@ class AttentionKernels(Protocol):
         in the FULL arena already. A query sees keys at positions not above its own.
         ``score_starts``: ``[B]``; queries at positions at or past it add their mass to
         ``scores`` as in ``decode``.
+        ``whole``: given where every window of all these requests is FULL, once for all layers of
+        a launch (the same object). It repeats what the device knows, for kernels that plan.
         """
         ...

@@ -10,7 +10,10 @@ __all__ = ["TorchMemory"]
 
 
 class TorchMemory:
-    """``copy_slots`` and ``store`` of ``AttentionKernels``, exact on any device."""
+    """``copy_slots`` and ``store`` of ``AttentionKernels``, exact on any device; no scratch."""
+
+    def reserve(self, batch: int, columns: int) -> None:
+        """Nothing."""
 
     def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of ``slots`` where the source is not negative."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from qevict_kernels.interface import FullArena, LayerView
+from qevict_kernels.interface import FullArena, LayerView, Lengths
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.rope import RotaryTable
 
@@ -316,6 +316,7 @@ class ReferenceKernels:
         out: torch.Tensor,
         scores: torch.Tensor | None,
         score_starts: torch.Tensor | None,
+        whole: Lengths | None = None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         start = 0

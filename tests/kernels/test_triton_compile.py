@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are 
 # Bytes of registers that ``attend`` may spill between the loops over tiles, once an item.
 MOST_STACK = 512
 
-FLOATS = ("offsets", "scores", "sums", "stats", "lses")
+FLOATS = ("offsets", "scores", "sums", "stats", "lses", "prior_lse")
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), "coded": "*u8", "bases": "*fp16", "scale": "fp32",
     **dict.fromkeys(("rows", "seq_lens"), "*i64"),
@@ -53,15 +53,20 @@ def innermost_loops(listing: str) -> list[list[str]]:
 
 
 def check(
-    geometry: WindowGeometry, arch: int, tmp_path: Path, most_local: float = 0.005, **style: Any
+    geometry: WindowGeometry,
+    arch: int,
+    tmp_path: Path,
+    most_local: float = 0.005,
+    prior: bool = False,
+    **style: Any,
 ) -> None:
     """Both kernels fit. ``most_local``: share of spilled accesses in the loops over tiles."""
     rotary_dim = style.get("rotary_dim", geometry.head_dim)
     spec = Spec(geometry, rotary_dim, style.get("is_neox", True), interpreted=False)
     path = tmp_path / "kernel.cubin"
     for kernel, options, num_loops in (
-        (attend, attend_options(spec, 32, 32, batch=32), 2),
-        (merge, merge_options(spec, 32, 32), 0),
+        (attend, attend_options(spec, 32, 32, batch=32, prior=prior), 2),
+        (merge, merge_options(spec, 32, 32, prior), 0),
     ):
         binary = compiled(kernel, options, style.get("half", "bf16"), arch, TYPES, ALIGNED)
         path.write_bytes(binary.asm["cubin"])
@@ -85,6 +90,13 @@ LLAMA = WindowGeometry(32, 8, 128)
 
 def test_decode_compiles(tmp_path: Path) -> None:
     check(LLAMA, 90, tmp_path, most_local=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", SHARED)
+def test_decode_after_another_kernel_compiles(arch: int, tmp_path: Path) -> None:
+    check(LLAMA, arch, tmp_path, prior=True)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kernel_cases import rotary_table
+from qevict_kernels.flashinfer import slots_kernel
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.triton import extend, memory, quantize
 from triton_aot import SHARED, compiled, resources
@@ -33,7 +34,7 @@ GEOMETRIES = [
 TYPES = {
     **dict.fromkeys(("coded", "refused"), "*u8"),
     **dict.fromkeys(("cos_sin", "lse", "scores"), "*fp32"),
-    **dict.fromkeys(("rows", "prefix_lens", "score_starts"), "*i64"),
+    **dict.fromkeys(("rows", "requests", "places", "prefix_lens", "score_starts"), "*i64"),
     **dict.fromkeys(("slots", "sources", "targets", "full_slots", "coded_slots", "windows",
                      "offsets", "page_table", "full_slot", "coded_slot", "num_full", "num_coded",
                      "extend_lens"), "*i32"),
@@ -69,13 +70,14 @@ def kernels(
         (extend.score_kernel, extend.score_options(geometry, rotary)),
         (memory.store_kernel, store),
         (memory.copy_kernel, {"BLOCK": memory.COPY_WORDS}),
+        (slots_kernel, {"BLOCK": 256}),
     ]
 
 
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.slow) for arch in SHARED]
 )
-@pytest.mark.parametrize("kernel", range(6))
+@pytest.mark.parametrize("kernel", range(7))
 def test_kernels_compile_without_spills(kernel: int, arch: int, tmp_path: Path) -> None:
     function, constants = kernels(LLAMA, 128, True, arch)[kernel]
     check(function, constants, arch, tmp_path, "bf16")

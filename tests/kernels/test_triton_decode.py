@@ -15,6 +15,7 @@ from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.triton import TritonKernels
+from qevict_kernels.triton.decode import scratch_numbers
 from triton_device import DEVICE, IS_INTERPRETED, require_device
 
 require_device()
@@ -372,7 +373,8 @@ def test_scratch_is_allocated_once() -> None:
     triton = made(TINY)
     triton.reserve(8, 100)
     before = [tensor.data_ptr() for tensor in triton._scratch]
-    assert sum(tensor.nbytes for tensor in triton._scratch) == triton.scratch_bytes(8, 100)
+    expected = scratch_numbers(TINY.geometry, triton.max_splits, 8, 100)
+    assert tuple(tensor.numel() for tensor in triton._scratch) == expected
     decode(triton, random_case(TINY.geometry, reference(TINY).rotary, [(2, 3)]))
     assert [tensor.data_ptr() for tensor in triton._scratch] == before
 
@@ -381,8 +383,8 @@ def test_scratch_grows_with_the_batch() -> None:
     triton = made(TINY)
     case = random_case(TINY.geometry, reference(TINY).rotary, [(2, 3)])
     decode(triton, case)
-    columns = case.view.windows.shape[1]
-    assert sum(tensor.nbytes for tensor in triton._scratch) == triton.scratch_bytes(1, columns)
+    expected = scratch_numbers(TINY.geometry, triton.max_splits, 1, case.view.windows.shape[1])
+    assert tuple(tensor.numel() for tensor in triton._scratch) == expected
 
 
 def test_decode_has_the_signature_of_the_interface() -> None:

@@ -120,6 +120,15 @@ class RowClaims:
         events = max(0, stored_tokens - 1 - prompt_tokens) // omega
         return self.budget.is_tiered(prompt_tokens + events * omega)
 
+    def is_unrouted(self, prompt_tokens: int, start: int) -> bool:
+        """True if a row is not routed before its token ``start`` is attended: else all its own
+        windows are FULL then."""
+        if start >= prompt_tokens:
+            return not self.was_routed(prompt_tokens, start + 1)
+        if self.is_exact(prompt_tokens):
+            return True
+        return not self.budget.is_tiered(start // self.segment_tokens * self.segment_tokens)
+
     def request_full_bytes(self, tokens: int, shared: int = 0) -> int:
         """Bytes of a request that is FULL in every layer, less its shared windows."""
         budget = self.budget

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
+from qevict_kernels.transfers import to_device
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
@@ -106,10 +107,8 @@ class TierManager:
             self.views.layer_view(layer, self._full_slot[layer], self._coded_slot[layer])
             for layer in range(self.num_layers)
         ]
-        self._routed_layers = torch.tensor(
-            [layer not in budget.config.full_layers for layer in range(self.num_layers)],
-            device=device,
-        )
+        is_routed = [layer not in budget.config.full_layers for layer in range(self.num_layers)]
+        self._routed_layers = to_device(is_routed, device).bool()
 
     @staticmethod
     def page_bytes(num_layers: int) -> int:
@@ -121,8 +120,8 @@ class TierManager:
     def open(self, rows: list[int], publishable: list[int]) -> None:
         """Start views for rows, which may leave so many windows each (``UNLIMITED``: all)."""
         self.open_rows.update(dict.fromkeys(rows, 0))
-        index = torch.tensor(rows, device=self.device)
-        self.views.publishable[index] = torch.tensor(publishable, device=self.device)
+        index, windows = to_device([rows, publishable], self.device)
+        self.views.publishable[index] = windows
 
     def share(self, row: int, pages: torch.Tensor) -> None:
         """Begin the view of an empty row with kept pages (int64 ``[n]``), whose copies it shares.
@@ -143,7 +142,7 @@ class TierManager:
         self.open_rows[row] = n
         self.views.page_table[row, :n] = pages.to(torch.int32)
         self.views.shared[row] = n
-        index = torch.tensor([row], device=self.device)
+        index = to_device([row], self.device)
         tiers = tiers[:, None]
         self.views.set_tiers(
             slice(0, self.num_layers), index, tiers, torch.zeros_like(tiers, dtype=torch.bool)
@@ -155,11 +154,9 @@ class TierManager:
         ``windows``: of each row; ``pages``: int64, those of one row after another.
         """
         of_rows = [row for row, added in zip(rows, windows, strict=True) for _ in added]
-        self.views.append(
-            torch.tensor(of_rows, device=self.device),
-            torch.tensor([window for added in windows for window in added], device=self.device),
-            pages,
-        )
+        of_windows = [window for added in windows for window in added]
+        index, window = to_device([of_rows, of_windows], self.device)
+        self.views.append(index, window, pages)
         for row, added in zip(rows, windows, strict=True):
             self.open_rows[row] = added.stop
 
@@ -275,7 +272,7 @@ class TierManager:
         """Demote the FULL windows ``[start, end)`` of a row in all routed layers."""
         everything = slice(0, self.num_layers)
         width = self.open_rows[row]
-        index = torch.tensor([row], device=self.device)
+        index = to_device([row], self.device)
         before = self.views.tier[:, index, :width]
         window = torch.arange(width, device=self.device)
         is_routed = self._routed_layers[:, None, None]
@@ -316,7 +313,7 @@ class TierManager:
         nobody sees any more go: so bytes in use never exceed FULL before plus codes after.
         """
         config = self.budget.config
-        index = torch.tensor(rows, device=self.device)
+        index = to_device(rows, self.device)
         width = max(self.budget.num_windows(n) for n in tokens)
         before = self.views.tier[layers, index, :width]
         limits = Limits.of(self.budget, tokens, self.views.shared[index])
@@ -468,7 +465,7 @@ class TierManager:
 
     def _views(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, and owners and tiers of all their windows: int64 ``[n]``, ``[L, n, windows]``."""
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
+        index = to_device(list(rows), self.device)
         width = max((self.open_rows[row] for row in rows), default=0)
         pages = self.views.page_table[index, :width].to(torch.int64)
         return (

@@ -5,7 +5,7 @@ It knows neither memory nor engine. Higher scores mean more attention received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from qevict_kernels.transfers import to_device
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
 
@@ -64,18 +65,23 @@ class Limits:
     @classmethod
     def of(cls, budget: WindowBudget, tokens: Sequence[int], shared: torch.Tensor) -> Limits:
         """The limits of rows of so many tokens each, on the device of ``shared``."""
-
-        def column(values: Iterable[int]) -> torch.Tensor:
-            return torch.tensor(list(values), device=shared.device)
-
         histories = [budget.history(n) for n in tokens]
         capacities = [budget.capacities(n) for n in tokens]
+        start, end, full, coded = to_device(
+            [
+                [start for start, _ in histories],
+                [end for _, end in histories],
+                [limit.full for limit in capacities],
+                [limit.coded for limit in capacities],
+            ],
+            shared.device,
+        )
         return cls(
-            history_start=column(start for start, _ in histories),
-            history_end=column(end for _, end in histories),
+            history_start=start,
+            history_end=end,
             shared=shared,
-            max_full=column(limit.full for limit in capacities),
-            max_coded=column(limit.coded for limit in capacities),
+            max_full=full,
+            max_coded=coded,
             coded_per_full=Fraction(budget.charged_full_bytes, budget.coded_bytes),
         )
 

@@ -17,7 +17,7 @@ from qevict_kernels.checks import (
     check_stores,
     check_view,
 )
-from qevict_kernels.interface import FullArena, LayerView
+from qevict_kernels.interface import FullArena, LayerView, Lengths
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.numba.decode import DECODE_ARGUMENTS, decode_kernel
 from qevict_kernels.numba.extend import extend_kernel, launch_extend
@@ -164,6 +164,7 @@ class NumbaKernels:
         out: torch.Tensor,
         scores: torch.Tensor | None,
         score_starts: torch.Tensor | None,
+        whole: Lengths | None = None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         batch, heads = rows.shape[0], self.geometry.num_q_heads

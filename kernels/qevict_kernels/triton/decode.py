@@ -24,7 +24,7 @@ and query head is written and read, and ``head_dim + 2`` per item and query head
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 # What kernels are written in knows neither unpacking nor conditions joined at compile time:
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -57,7 +57,21 @@ from qevict_kernels.triton.codes import (
     value_header,
 )
 
-__all__ = ["TritonDecode", "attend", "attend_options", "merge", "merge_options"]
+__all__ = [
+    "MAX_SPLITS",
+    "TILE",
+    "TritonDecode",
+    "attend",
+    "attend_options",
+    "merge",
+    "merge_options",
+    "scratch_numbers",
+]
+
+TILE = 32
+"""Units that a program goes over at a time."""
+MAX_SPLITS = 32
+"""Programs that share one window list, for one KV head, at most."""
 
 PROGRAMS_PER_SM = 4  # of ``attend``: 255 registers in each of 64 threads
 SCORE_PROGRAMS = 8  # of ``merge``, per request
@@ -87,10 +101,9 @@ def num_splits(num_units, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def list_units(counts, row, seq_len, LISTED: tl.constexpr, spec: tl.constexpr):
-    """Units in a list of ``row``; none where ``seq_len`` is 0, or if its tier is not ``LISTED``."""
-    units = tl.where(seq_len > 0, tl.load(counts + row), 0) * spec.units
-    return units if LISTED else units * 0
+def list_units(counts, row, seq_len, spec: tl.constexpr):
+    """Units in a list of ``row``; none where ``seq_len`` is 0."""
+    return tl.where(seq_len > 0, tl.load(counts + row), 0) * spec.units
 
 
 @triton.jit
@@ -358,9 +371,12 @@ def add_coded_block(block, scaled, records, unit, START: tl.constexpr, spec: tl.
 @triton.jit
 def attend_full(
     query, head, head_valid, keys, values, slot_stride, lists, row, seq_len, start, end, scale,
-    lses, HEADS: tl.constexpr, TILE: tl.constexpr, spec: tl.constexpr,
+    lses, HEADS: tl.constexpr, TILE: tl.constexpr, KEYS_ONLY: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """The same of FULL units; ``keys``, ``values``: of the KV head in the first slot."""
+    """The same of FULL units; ``keys``, ``values``: of the KV head in the first slot.
+
+    ``KEYS_ONLY``: values are not read, and the third result is zeros.
+    """
     TOKENS: tl.constexpr = spec.tokens
     queries = full_queries(query, head, head_valid, spec)
     top = tl.full([HEADS], NOTHING, tl.float32)
@@ -380,7 +396,8 @@ def attend_full(
         seen = (place < end)[:, None] & head_valid[None, :]
         tl.store(lses[None, :] + place[:, None], tl.log2(sums) + shift[None, :], mask=seen)
         total = total * shrink[None, :] + sums
-        result = add_full_values(result, shrink, weights, values + offset, left, spec)
+        if not KEYS_ONLY:
+            result = add_full_values(result, shrink, weights, values + offset, left, spec)
     return top * scale, tl.sum(total, 0), result
 
 
@@ -467,15 +484,14 @@ def attend(
     query, full_keys, full_values, coded, bases, offsets, page_table, full_slot, coded_slot,
     windows, num_full, num_coded, rows, seq_lens, sums, stats, lses, scale, batch, columns,
     query_stride, slot_stride, page_stride, window_stride, spec: tl.constexpr, BATCH: tl.constexpr,
-    HEADS: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, FULL: tl.constexpr,
-    CODED: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. ``scale``: what makes a raw logit one to the base 2; ``batch <= BATCH``.
 
     Partial result ``((request * 2 + is_coded) * MAX_SPLITS + split) * Hq + head``: ``stats``
     float32 ``[.., 2]`` (largest logit, sum of weights), ``sums`` float32 ``[.., D]``. ``lses``:
     float32 ``[batch, Hq, columns * units]``, FULL units first, both in the order of the lists.
-    ``FULL``, ``CODED``: which lists are gone over; the other counts as empty.
+    ``PRIOR``: something else attends to FULL windows; of them only ``lses`` is made.
     """
     GROUP: tl.constexpr = spec.geometry.group_size
     KV_HEADS: tl.constexpr = spec.geometry.num_kv_heads
@@ -483,8 +499,8 @@ def attend(
     each = tl.arange(0, BATCH)
     row = tl.load(rows + each, mask=each < batch, other=0)
     seq_len = tl.load(seq_lens + each, mask=each < batch, other=0)
-    items = num_splits(list_units(num_full, row, seq_len, FULL, spec), TILE, MAX_SPLITS)
-    items += num_splits(list_units(num_coded, row, seq_len, CODED, spec), TILE, MAX_SPLITS)
+    items = num_splits(list_units(num_full, row, seq_len, spec), TILE, MAX_SPLITS)
+    items += num_splits(list_units(num_coded, row, seq_len, spec), TILE, MAX_SPLITS)
     items *= KV_HEADS * BLOCKS
     ends = tl.cumsum(items, 0)
     num_items = tl.sum(items, 0)
@@ -498,39 +514,38 @@ def attend(
         split = local // (BLOCKS * KV_HEADS)
         own_row = tl.load(rows + request)
         own_len = tl.load(seq_lens + request).to(tl.int32)
-        full_units = list_units(num_full, own_row, own_len, FULL, spec)
-        coded_units = list_units(num_coded, own_row, own_len, CODED, spec)
+        full_units = list_units(num_full, own_row, own_len, spec)
+        coded_units = list_units(num_coded, own_row, own_len, spec)
         full_splits = num_splits(full_units, TILE, MAX_SPLITS)
         own_query = query + request.to(tl.int64) * query_stride
         first_lse = (request.to(tl.int64) * spec.geometry.num_q_heads + head) * columns * spec.units
         first_partial = request.to(tl.int64) * 2 * MAX_SPLITS + split
-        if FULL:
-            if split < full_splits:
-                inner: tl.constexpr = spec.geometry.window * spec.head_dim
-                size = split_units(full_units, TILE, MAX_SPLITS)
-                lists = (page_table, full_slot, windows, columns, page_stride, window_stride)
-                partial = attend_full(
-                    own_query, head, head_valid, full_keys + kv_head * inner,
-                    full_values + kv_head * inner, slot_stride, lists, own_row, own_len,
-                    split * size, tl.minimum(split * size + size, full_units), scale,
-                    lses + first_lse, HEADS, TILE, spec,
-                )  # fmt: skip
+        if split < full_splits:
+            inner: tl.constexpr = spec.geometry.window * spec.head_dim
+            size = split_units(full_units, TILE, MAX_SPLITS)
+            lists = (page_table, full_slot, windows, columns, page_stride, window_stride)
+            partial = attend_full(
+                own_query, head, head_valid, full_keys + kv_head * inner,
+                full_values + kv_head * inner, slot_stride, lists, own_row, own_len,
+                split * size, tl.minimum(split * size + size, full_units), scale,
+                lses + first_lse, HEADS, TILE, PRIOR, spec,
+            )  # fmt: skip
+            if not PRIOR:
                 index = first_partial * spec.geometry.num_q_heads + head
                 store_partial(sums, stats, index, head_valid, partial, spec)
-        if CODED:
-            if split >= full_splits:
-                split -= full_splits
-                size = split_units(coded_units, TILE, MAX_SPLITS)
-                lists = (page_table, coded_slot, windows, columns, page_stride, window_stride)
-                partial = attend_coded(
-                    own_query, head, head_valid, coded + kv_head * spec.record.record_bytes,
-                    bases, offsets, lists, own_row, own_len, split * size,
-                    tl.minimum(split * size + size, coded_units), scale,
-                    lses + first_lse + full_units, HEADS, TILE, spec,
-                )  # fmt: skip
-                index = first_partial + MAX_SPLITS - full_splits
-                index = index * spec.geometry.num_q_heads + head
-                store_partial(sums, stats, index, head_valid, partial, spec)
+        else:
+            split -= full_splits
+            size = split_units(coded_units, TILE, MAX_SPLITS)
+            lists = (page_table, coded_slot, windows, columns, page_stride, window_stride)
+            partial = attend_coded(
+                own_query, head, head_valid, coded + kv_head * spec.record.record_bytes,
+                bases, offsets, lists, own_row, own_len, split * size,
+                tl.minimum(split * size + size, coded_units), scale,
+                lses + first_lse + full_units, HEADS, TILE, spec,
+            )  # fmt: skip
+            index = first_partial + MAX_SPLITS - full_splits
+            index = index * spec.geometry.num_q_heads + head
+            store_partial(sums, stats, index, head_valid, partial, spec)
 
 
 # -- merge -----------------------------------------------------------------------------------
@@ -538,10 +553,13 @@ def attend(
 
 @triton.jit
 def merge_outputs(
-    out, sums, stats, first, head, full_splits, coded_splits, MAX_SPLITS: tl.constexpr,
-    spec: tl.constexpr,
+    out, sums, stats, prior_lse, first, head, full_splits, coded_splits,
+    MAX_SPLITS: tl.constexpr, PRIOR: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """One query head's output, from the partial results from ``first`` on; zeros if none."""
+    """One query head's output, from the partial results from ``first`` on; zeros if none.
+
+    ``PRIOR``: joined with what is in ``out``, of log-sum ``prior_lse``.
+    """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
     index = tl.arange(0, 2 * MAX_SPLITS)
     live = index % MAX_SPLITS < tl.where(index < MAX_SPLITS, full_splits, coded_splits)
@@ -549,27 +567,38 @@ def merge_outputs(
     tops = tl.load(stats + place * 2, mask=live, other=NOTHING)
     totals = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
     top = tl.max(tops, 0)
-    factors = tl.exp2(tops - tl.where(top == NOTHING, 0.0, top))
+    if PRIOR:
+        prior = tl.load(prior_lse + head)
+        top = tl.maximum(top, prior)
+    shift = tl.where(top == NOTHING, 0.0, top)
+    factors = tl.exp2(tops - shift)
     total = tl.sum(factors * totals, 0)
     channel = tl.arange(0, spec.padded_dim)
     valid = channel < spec.head_dim
     places = (place * spec.head_dim)[:, None] + channel[None, :]
     partial = tl.load(sums + places, mask=live[:, None] & valid[None, :], other=0.0)
     result = tl.sum(partial * factors[:, None], 0)
+    if PRIOR:
+        factor = tl.exp2(prior - shift)
+        total += factor
+        result += factor * tl.load(out + channel, mask=valid, other=0.0).to(tl.float32)
     result = tl.where(total == 0.0, 0.0, result / total)
     tl.store(out + channel, result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def log_totals(
-    stats, first, full_splits, coded_splits, HEADS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    spec: tl.constexpr,
+    stats, prior_lse, first, full_splits, coded_splits, HEADS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, PRIOR: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Logs (base 2) of the sums of all weights of a request, ``[HEADS]``; 0 where nothing is."""
     head = tl.arange(0, HEADS)
     known = head < spec.geometry.num_q_heads
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    if PRIOR:
+        top = tl.load(prior_lse + head, mask=known, other=NOTHING)
+        total = tl.where(top == NOTHING, 0.0, 1.0)
     for split in range(0, full_splits + coded_splits):
         index = first + split + tl.where(split < full_splits, 0, MAX_SPLITS - full_splits)
         place = stats + (index * spec.geometry.num_q_heads + head) * 2
@@ -612,33 +641,37 @@ def add_masses(
 
 @triton.jit(do_not_specialize=["columns", "out_stride", "window_stride", "score_stride"])
 def merge(
-    out, scores, sums, stats, lses, rows, seq_lens, num_full, num_coded, windows, columns,
-    out_stride, window_stride, score_stride, spec: tl.constexpr, HEADS: tl.constexpr,
-    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    CODED: tl.constexpr,
+    out, scores, sums, stats, lses, prior_lse, rows, seq_lens, num_full, num_coded, windows,
+    columns, out_stride, window_stride, score_stride, spec: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[Hq + n, batch]``: outputs of the query heads; the other ``n`` programs of a request
     share out the scores of its windows, each written by one of them.
 
-    ``HEADS``: ``Hq``, rounded up to a power of two. The other arguments are those of ``attend``.
+    ``PRIOR``: ``out`` has attention over the FULL windows, with its log-sums (base 2) in
+    ``prior_lse`` float32 ``[batch, Hq]``. ``HEADS``: ``Hq``, rounded up to a power of two. The
+    other arguments are those of ``attend``.
     """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
     program = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + request)
     seq_len = tl.load(seq_lens + request)
-    full_units = list_units(num_full, row, seq_len, FULL, spec)
-    coded_units = list_units(num_coded, row, seq_len, CODED, spec)
-    full_splits = num_splits(full_units, TILE, MAX_SPLITS)
+    full_units = list_units(num_full, row, seq_len, spec)
+    coded_units = list_units(num_coded, row, seq_len, spec)
+    full_splits = 0 if PRIOR else num_splits(full_units, TILE, MAX_SPLITS)
     coded_splits = num_splits(coded_units, TILE, MAX_SPLITS)
     first = request * 2 * MAX_SPLITS
+    prior_lse += request * NUM_HEADS
     if program < NUM_HEADS:
         merge_outputs(
-            out + request * out_stride + program * spec.head_dim, sums, stats, first, program,
-            full_splits, coded_splits, MAX_SPLITS, spec,
+            out + request * out_stride + program * spec.head_dim, sums, stats, prior_lse, first,
+            program, full_splits, coded_splits, MAX_SPLITS, PRIOR, spec,
         )  # fmt: skip
     else:
-        totals = log_totals(stats, first, full_splits, coded_splits, HEADS, MAX_SPLITS, spec)
+        totals = log_totals(
+            stats, prior_lse, first, full_splits, coded_splits, HEADS, MAX_SPLITS, PRIOR, spec
+        )
         add_masses(
             scores + row * score_stride, windows + row * window_stride,
             lses + request * NUM_HEADS * columns * spec.units, totals,
@@ -682,13 +715,9 @@ class TritonDecode:
             self._programs = processors * PROGRAMS_PER_SM
         self._scratch = _allocate((0, 0, 0), device)
 
-    def scratch_bytes(self, batch: int, columns: int) -> int:
-        """Bytes of scratch that ``decode`` keeps for a batch over lists of ``columns`` windows."""
-        return 4 * sum(self._scratch_numbers(batch, columns))
-
     def reserve(self, batch: int, columns: int) -> None:
-        """Allocate the scratch of ``scratch_bytes``, unless there is as much already."""
-        needed = self._scratch_numbers(batch, columns)
+        """Allocate the scratch for such a batch, unless there is as much already."""
+        needed = scratch_numbers(self.geometry, self.max_splits, batch, columns)
         have = tuple(tensor.numel() for tensor in self._scratch)
         if any(n > h for n, h in zip(needed, have, strict=True)):
             sizes = tuple(map(max, needed, have))
@@ -707,6 +736,26 @@ class TritonDecode:
         scores: torch.Tensor | None,
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
+        self.decode_after(None, query, full, coded, view, rows, seq_lens, scale, out, scores)
+
+    def decode_after(
+        self,
+        prior_lse: torch.Tensor | None,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+    ) -> None:
+        """``decode`` where something else has attended to the FULL windows.
+
+        It has left its results in ``out`` and their log-sums (base 2) in ``prior_lse``, float32
+        ``[B, Hq]``. Of FULL windows only keys are read then, for the scores. None: nothing has.
+        """
         g = self.geometry
         batch, columns = query.shape[0], view.windows.shape[1]
         check_stores(g, full, coded, self._bases.device.type)
@@ -719,43 +768,59 @@ class TritonDecode:
             return
         self.reserve(batch, columns)
         sums, stats, lses = self._scratch
+        has_prior = prior_lse is not None
+        if prior_lse is not None:
+            check("prior_lse", prior_lse, (torch.float32,), (batch, g.num_q_heads))
         attend[self._programs,](
             query, full.keys, full.values, coded, self._bases, self._offsets, view.page_table,
             view.full_slot, view.coded_slot, view.windows, view.num_full, view.num_coded, rows,
             seq_lens, sums, stats, lses, scale * LOG2_E, batch, columns, query.stride(0),
             full.keys.stride(0), view.page_table.stride(0), view.windows.stride(0),
-            **attend_options(self.spec, self.tile, self.max_splits, batch),
+            **attend_options(self.spec, self.tile, self.max_splits, batch, has_prior),
         )  # fmt: skip
         merge[g.num_q_heads + (SCORE_PROGRAMS if scores is not None else 0), batch](
-            out, sums if scores is None else scores, sums, stats, lses, rows, seq_lens,
+            out, sums if scores is None else scores, sums, stats, lses,
+            stats if prior_lse is None else prior_lse, rows, seq_lens,
             view.num_full, view.num_coded, view.windows, columns, out.stride(0),
             view.windows.stride(0), 0 if scores is None else scores.stride(0),
-            **merge_options(self.spec, self.tile, self.max_splits),
+            **merge_options(self.spec, self.tile, self.max_splits, has_prior),
         )  # fmt: skip
 
-    def _scratch_numbers(self, batch: int, columns: int) -> tuple[int, int, int]:
-        """float32 numbers of ``sums``, ``stats`` and ``lses``."""
-        partials = batch * 2 * self.max_splits * self.geometry.num_q_heads
-        lses = batch * self.geometry.num_q_heads * columns * self.spec.units
-        return partials * self.geometry.head_dim, partials * 2, lses
+
+def scratch_numbers(
+    geometry: WindowGeometry, max_splits: int, batch: int, columns: int
+) -> tuple[int, int, int]:
+    """float32 numbers of the scratch of ``decode``: ``sums``, ``stats`` and ``lses``."""
+    partials = batch * 2 * max_splits * geometry.num_q_heads
+    units = columns * geometry.window // geometry.code_group
+    return partials * geometry.head_dim, partials * 2, batch * geometry.num_q_heads * units
 
 
-def attend_options(spec: Spec, tile: int, max_splits: int, batch: int) -> dict[str, Any]:
+def attend_options(
+    spec: Spec, tile: int, max_splits: int, batch: int, prior: bool = False
+) -> dict[str, Any]:
     """Constants of ``attend``, and how it is compiled."""
     return {
         "spec": spec,
-        "BATCH": triton.next_power_of_2(batch),
+        "BATCH": _bucket(batch),
         "HEADS": 8 if spec.geometry.group_size <= 8 else 16,
         "TILE": tile,
         "MAX_SPLITS": max_splits,
-        "FULL": True,
-        "CODED": True,
+        "PRIOR": prior,
         "num_warps": 2,
         "num_stages": 1,
     }
 
 
-def merge_options(spec: Spec, tile: int, max_splits: int) -> dict[str, Any]:
+def _bucket(batch: int) -> int:
+    """The least power of 4 from 16 on that is not below: few, since each is compiled apart."""
+    bucket = 16
+    while bucket < batch:
+        bucket *= 4
+    return bucket
+
+
+def merge_options(spec: Spec, tile: int, max_splits: int, prior: bool = False) -> dict[str, Any]:
     """Constants of ``merge``, and how it is compiled."""
     return {
         "spec": spec,
@@ -763,8 +828,7 @@ def merge_options(spec: Spec, tile: int, max_splits: int) -> dict[str, Any]:
         "TILE": tile,
         "MAX_SPLITS": max_splits,
         "BLOCK": 64,
-        "FULL": True,
-        "CODED": True,
+        "PRIOR": prior,
         "num_warps": 4,
     }
 

@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from qevict_kernels.checks import LENGTHS, check, check_heads, check_stores, check_view
-from qevict_kernels.interface import FullArena, LayerView
+from qevict_kernels.interface import FullArena, LayerView, Lengths
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.records import load_codes, load_params
@@ -87,20 +87,14 @@ class TritonExtend:
         out: torch.Tensor,
         scores: torch.Tensor | None,
         score_starts: torch.Tensor | None,
+        whole: Lengths | None = None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         geometry, batch, num_tokens = self.geometry, rows.shape[0], query.shape[0]
         cos_sin = self._cos_sin
-        check_stores(geometry, full, coded, cos_sin.device.type)
-        for name, tensor in (("query", query), ("out", out)):
-            shape = num_tokens, geometry.num_q_heads, geometry.head_dim
-            check_heads(name, tensor, *shape, full.keys.dtype)
-        check_view(view, scores)
-        check("rows", rows, (torch.int64,), (batch,))
-        check("prefix_lens", prefix_lens, LENGTHS, (batch,))
-        check("extend_lens", extend_lens, LENGTHS, (batch,))
-        if score_starts is not None:
-            check("score_starts", score_starts, LENGTHS, (batch,))
+        self.check_extend(
+            query, full, coded, view, rows, prefix_lens, extend_lens, out, scores, score_starts
+        )
         if not num_tokens:
             return
         scale_log2 = scale / math.log(2)
@@ -122,14 +116,62 @@ class TritonExtend:
             view.page_table.stride(0), view.windows.stride(0),
             HAS_LSE=is_scored, **options,
         )  # fmt: skip
-        if scores is None or score_starts is None:
-            return
+        if scores is not None and score_starts is not None:
+            self.add_scores(
+                lse, query, full, coded, view, rows, prefix_lens, extend_lens, scale, scores,
+                score_starts,
+            )  # fmt: skip
+
+    def check_extend(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+        score_starts: torch.Tensor | None,
+    ) -> None:
+        """Raise ``ValueError`` for tensors that ``extend`` can't take."""
+        g, batch = self.geometry, rows.shape[0]
+        check_stores(g, full, coded, self._cos_sin.device.type)
+        for name, tensor in (("query", query), ("out", out)):
+            check_heads(name, tensor, query.shape[0], g.num_q_heads, g.head_dim, full.keys.dtype)
+        check_view(view, scores)
+        check("rows", rows, (torch.int64,), (batch,))
+        check("prefix_lens", prefix_lens, LENGTHS, (batch,))
+        check("extend_lens", extend_lens, LENGTHS, (batch,))
+        if score_starts is not None:
+            check("score_starts", score_starts, LENGTHS, (batch,))
+
+    def add_scores(
+        self,
+        lse: torch.Tensor,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        scale: float,
+        scores: torch.Tensor,
+        score_starts: torch.Tensor,
+    ) -> None:
+        """The part of ``extend`` that adds attention mass to ``scores``.
+
+        ``lse``: float32 ``[T, Hq]``, base 2, what attention has left.
+        """
+        geometry = self.geometry
         options = score_options(geometry, self.rotary)
         num_blocks = triton.cdiv(view.windows.shape[1] * geometry.window, options["BLOCK_N"]) + 1
-        score_kernel[num_blocks, batch](
-            query, full.keys, coded, cos_sin, lse, scores,
+        score_kernel[num_blocks, rows.shape[0]](
+            query, full.keys, coded, self._cos_sin, lse, scores,
             view.page_table, view.full_slot, view.coded_slot, view.windows, view.num_full,
-            view.num_coded, rows, prefix_lens, extend_lens, score_starts, scale_log2,
+            view.num_coded, rows, prefix_lens, extend_lens, score_starts, scale / math.log(2),
             view.windows.shape[1], query.stride(0), full.keys.stride(0),
             view.page_table.stride(0), view.windows.stride(0), scores.stride(0),
             **options,

@@ -8,7 +8,7 @@ import triton
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.codes import Spec
-from qevict_kernels.triton.decode import TritonDecode
+from qevict_kernels.triton.decode import MAX_SPLITS, TILE, TritonDecode
 from qevict_kernels.triton.extend import TritonExtend
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
@@ -33,8 +33,8 @@ class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend):
         rotary: RotaryTable,
         device: torch.device | str = "cuda",
         *,
-        tile: int = 32,
-        max_splits: int = 32,
+        tile: int = TILE,
+        max_splits: int = MAX_SPLITS,
     ) -> None:
         rotary.require_linear()
         if rotary.rotary_dim > geometry.head_dim:

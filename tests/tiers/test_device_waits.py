@@ -1,0 +1,118 @@
+"""On an accelerator no launch waits for the device, whatever it routes.
+
+Shown without one: torch's fake tensors are on a device "cuda" and have no contents, so that
+what depends on contents (a shape, a number for the host) raises, as does an operation on two
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mini_engine import rotary_table
+from qevict_kernels.layout import WindowGeometry
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.manager import TierManager
+from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.state import TieringState
+
+CUDA = torch.device("cuda")
+GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
+LAYERS = 2
+
+
+class Launches:
+    """Kernels that do nothing, and notice whether they could have."""
+
+    geometry = GEOMETRY
+    rotary = rotary_table(64)
+
+    def __init__(self) -> None:
+        self.quantized = self.rebuilt = self.moved = 0
+
+    def quantize(self, full: Any, coded: Any, slots: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.quantized += slots.shape[0]
+        return torch.zeros_like(slots, dtype=torch.bool)
+
+    def dequantize(self, full: Any, coded: Any, slots: torch.Tensor, *rest: Any) -> None:
+        self.rebuilt += slots.shape[0]
+
+    def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.moved += sources.shape[0]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on a GPU that isn't there. What torch makes from host memory must be pinned."""
+    original = torch.tensor
+
+    def tensor(*args: Any, **options: Any) -> torch.Tensor:
+        assert torch.device(options.get("device") or "cpu").type == "cpu", "waits for the device"
+        return original(*args, **options)
+
+    with FakeTensorMode():
+        monkeypatch.setattr(torch, "tensor", tensor)
+        # Fake tensors know nothing of pinned memory.
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: host)
+        yield
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("promote", Promotion)
+def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
+    config = TieringConfig(budget=Fraction(3, 10), min_context=112, local=16, promote=promote)
+    budget = WindowBudget(config, GEOMETRY, LAYERS)
+    plan = plan_capacity(budget, 1600 * budget.token_bytes, 512, 64, 4, 4)
+    kernels = Launches()
+    manager = TierManager(
+        budget,
+        kernels,  # type: ignore[arg-type]
+        torch.empty(plan.arena_bytes, dtype=torch.uint8, device=CUDA),
+        plan.num_pages,
+        5,
+        plan.max_windows,
+        torch.bfloat16,
+    )
+    state = TieringState(plan, manager, torch.zeros(5, 512, dtype=torch.int32, device=CUDA))
+    assert manager.arena.fixed_shapes
+
+    prompt, row = 200, 1
+    stored, next_row = 0, 2
+    while stored < prompt:
+        start, stored = stored, stored + plan.claims.chunk_limit(prompt, stored)
+        stored = min(stored, start + 64, prompt)
+        state.extend_prepared(row, prompt, stored)
+        for layer, chunks in _layers(state.start_extend([row], [start], [stored])):
+            state.allocate_layer(layer, chunks)
+            manager.locate(torch.zeros(stored - start, dtype=torch.int64, device=CUDA))
+            state.route_layer(layer, chunks)
+    for step in range(1, 20):
+        state.ledger.advance(row, prompt + step)
+        state.start_decode([row], [prompt + step])
+        manager.locate(torch.zeros(1, dtype=torch.int64, device=CUDA))
+    assert kernels.quantized
+    assert kernels.moved
+    assert bool(kernels.rebuilt) == (promote is Promotion.DEQUANTIZE)
+
+    # It ends and leaves its windows; another begins with them, is limited, and ends; pages go.
+    pages = list(range(1, 1 + state.publishable_tokens(row) // 8))
+    state.publish(row, 0, pages)
+    state.free(row)
+    state.extend_prepared(next_row, prompt, len(pages) * 8 + 8, pages)
+    state.start_extend([next_row], [len(pages) * 8], [len(pages) * 8 + 8])
+    state.ledger.limit_publishing(lambda: 0)
+    manager.limit_publishing(next_row, 1)
+    state.free(next_row)
+    state.drain()
+    manager.drop(torch.tensor(pages).to(CUDA))
+
+
+def _layers(chunks: list[Any]) -> Iterator[tuple[int, list[Any]]]:
+    return ((layer, chunks) for layer in range(LAYERS))
