@@ -533,7 +533,7 @@ def attend(
             if not PRIOR:
                 index = first_partial * spec.geometry.num_q_heads + head
                 store_partial(sums, stats, index, head_valid, partial, spec)
-        else:
+        if split >= full_splits:
             split -= full_splits
             size = split_units(coded_units, TILE, MAX_SPLITS)
             lists = (page_table, coded_slot, windows, columns, page_stride, window_stride)

@@ -274,7 +274,8 @@ def _params(low, high, there, BITS: tl.constexpr, G: tl.constexpr):
     if G.params.value == "fp16":
         zero, zeros = _half_down(low)
         need = tl.div_rn(high - zero, tl.zeros_like(low) + LEVELS) * _SCALE_MARGIN
-        scale, scales = _half_down(-need)
+        # A minus sign would make 0 of 0 in older Tritons, not -0.
+        scale, scales = _half_down(need * -1.0)
         return -scale, zero, scales ^ 0x8000, zeros, 0.0, 0.0, 0.0
     base = tl.min(tl.where(there, low, _INFINITY), axis=0)
     zero_step = tl.div_rn(tl.max(tl.where(there, low, -_INFINITY), axis=0) - base, 255.0)
