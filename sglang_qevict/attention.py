@@ -94,9 +94,9 @@ def build_state(runner: Any) -> TieringState:
         started = time.perf_counter()
         device = torch.device(runner.device)
         kernels = make_kernels(plan.budget.geometry, rotary, device, pool.dtype)
-    compile_kernels(kernels, pool.dtype, plan.budget.config.promote is Promotion.DEQUANTIZE)
     # The largest batch: all decode launches share it, those of captured graphs among them.
     kernels.reserve(req_to_token.shape[0], plan.max_windows)
+    compile_kernels(kernels, pool.dtype, plan.budget.config.promote is Promotion.DEQUANTIZE)
     logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
     manager = TierManager(
         plan.budget,

@@ -79,7 +79,7 @@ class FlashInferKernels(TritonKernels):
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
         lengths = (rows, prefix_lens, extend_lens)
-        if whole is None or not query.shape[0]:
+        if whole is None or not query.shape[0] or self.is_short(query, view):
             super().extend(query, full, coded, view, *lengths, scale, out, scores, score_starts)
             return
         self.check_extend(query, full, coded, view, *lengths, out, scores, score_starts)

@@ -10,7 +10,7 @@ __all__ = ["compile_kernels"]
 
 
 def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, dequantizes: bool) -> None:
-    """Run each kernel that serving needs once, on one window of one request.
+    """Run each kernel that serving needs once, for one request.
 
     Those that compile at their first use do so here, or load what an earlier start compiled.
     ``dequantizes``: whether serving rebuilds FULL windows from codes.
@@ -21,25 +21,31 @@ def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, dequantizes: 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    # One window, many times: a chunk long enough that no kernel takes it token by token.
+    tokens = 256
+    columns = tokens // geometry.window
     window = zeros(1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim, dtype=dtype)
     full = FullArena(keys=window[:, 0], values=window[:, 1])
     coded = zeros(1, geometry.num_kv_heads, geometry.record.record_bytes, dtype=torch.uint8)
     slot, row, one = zeros(1), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64) + 1
     view = LayerView(
-        page_table=zeros(1, 1),
+        page_table=zeros(1, columns),
         full_slot=slot,
         coded_slot=slot,
-        windows=zeros(1, 1),
-        num_full=zeros(1) + 1,
+        windows=torch.arange(columns, dtype=torch.int32, device=device)[None],
+        num_full=zeros(1) + columns,
         num_coded=zeros(1),
     )
-    query = zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=dtype)
+    queries = zeros(tokens, geometry.num_q_heads, geometry.head_dim, dtype=dtype)
     token = zeros(1, geometry.num_kv_heads, geometry.head_dim, dtype=dtype)
-    out, scores = torch.empty_like(query), zeros(1, 1, dtype=torch.float32)
+    out, scores = torch.empty_like(queries), zeros(1, columns, dtype=torch.float32)
     kernels.store(full, slot, slot, token, token)
-    for whole in (None, Lengths([0], [1])):
-        kernels.extend(query, full, coded, view, row, row, one, 1.0, out, scores, row, whole)
-    kernels.decode(query, full, coded, view, row, one, 1.0, out, scores)
+    for count, whole in ((1, None), (tokens, None), (tokens, Lengths([0], [tokens]))):
+        kernels.extend(
+            queries[:count], full, coded, view, row, row, one * count, 1.0, out[:count], scores,
+            row, whole,
+        )  # fmt: skip
+    kernels.decode(queries[:1], full, coded, view, row, one, 1.0, out[:1], scores)
     kernels.quantize(full, coded, slot, slot, slot)
     if dequantizes:
         kernels.dequantize(full, coded, slot, slot, slot)

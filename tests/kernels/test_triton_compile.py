@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are 
 # Bytes of registers that ``attend`` may spill between the loops over tiles, once an item.
 MOST_STACK = 512
 
-FLOATS = ("offsets", "scores", "sums", "stats", "lses", "prior_lse")
+FLOATS = ("offsets", "scores", "sums", "stats", "lses", "lse")
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), "coded": "*u8", "bases": "*fp16", "scale": "fp32",
     **dict.fromkeys(("rows", "seq_lens"), "*i64"),
@@ -66,7 +66,7 @@ def check(
     path = tmp_path / "kernel.cubin"
     for kernel, options, num_loops in (
         (attend, attend_options(spec, 32, 32, batch=32, prior=prior), 2),
-        (merge, merge_options(spec, 32, 32, prior), 0),
+        (merge, merge_options(spec, 32, 32, prior, wants_lse=not prior), 0),
     ):
         binary = compiled(kernel, options, style.get("half", "bf16"), arch, TYPES, ALIGNED)
         path.write_bytes(binary.asm["cubin"])

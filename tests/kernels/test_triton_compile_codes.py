@@ -34,7 +34,8 @@ GEOMETRIES = [
 TYPES = {
     **dict.fromkeys(("coded", "refused"), "*u8"),
     **dict.fromkeys(("cos_sin", "lse", "scores"), "*fp32"),
-    **dict.fromkeys(("rows", "requests", "places", "prefix_lens", "score_starts"), "*i64"),
+    **dict.fromkeys(("rows", "requests", "places", "token_rows", "token_lens", "prefix_lens",
+                     "score_starts"), "*i64"),
     **dict.fromkeys(("slots", "sources", "targets", "full_slots", "coded_slots", "windows",
                      "offsets", "page_table", "full_slot", "coded_slot", "num_full", "num_coded",
                      "extend_lens"), "*i32"),
@@ -71,13 +72,14 @@ def kernels(
         (memory.store_kernel, store),
         (memory.copy_kernel, {"BLOCK": memory.COPY_WORDS}),
         (slots_kernel, {"BLOCK": 256}),
+        (extend.tokens_kernel, {"BLOCK": 128}),
     ]
 
 
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.slow) for arch in SHARED]
 )
-@pytest.mark.parametrize("kernel", range(7))
+@pytest.mark.parametrize("kernel", range(8))
 def test_kernels_compile_without_spills(kernel: int, arch: int, tmp_path: Path) -> None:
     function, constants = kernels(LLAMA, 128, True, arch)[kernel]
     check(function, constants, arch, tmp_path, "bf16")

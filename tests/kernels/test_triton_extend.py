@@ -26,6 +26,7 @@ from extend_cases import check as check_with
 from extend_cases import make_case as make_case_for
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.rope import RotaryTable
+from qevict_kernels.triton import TritonKernels
 from qevict_kernels.triton.extend import TritonExtend, visible
 from triton_device import DEVICE, IS_INTERPRETED, require_device
 
@@ -227,3 +228,78 @@ def test_nan_of_one_request_stays_in_it() -> None:
     assert torch.equal(again_out[10:], out[10:])
     others = case.rows[1:]
     assert torch.equal(again_scores[others], scores[others])
+
+
+# -- a few tokens -------------------------------------------------------------------------
+
+
+def make_short(geometry: WindowGeometry, requests: list[Request], **options: Any) -> Case:
+    """A case whose kernels have room to attend token by token."""
+
+    def kernels(geometry: WindowGeometry, rotary: RotaryTable) -> TritonKernels:
+        made = TritonKernels(geometry, rotary, DEVICE, tile=16, max_splits=2)
+        made.reserve(256, 256)
+        return made
+
+    return make_case_for(geometry, requests, kernels=kernels, device=DEVICE, **options)
+
+
+SHORT = [Request(203, 1, "FCC.", 203), Request(90, 0, "FC", 10**6), Request(300, 20, "C.F", 310),
+         Request(7, 2, "F", 8), Request(0, 9)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("geometry", "options"),
+    [
+        (GQA, {}),
+        pytest.param(
+            *(WindowGeometry(4, 4, 128, window=16, key_bits=4), {"dtype": torch.float16}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(WindowGeometry(14, 2, 80, window=4, params=ParamFormat.FP16), {"rotary_dim": 32}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_few_tokens_attend_as_a_chunk_does(
+    geometry: WindowGeometry, options: dict[str, Any]
+) -> None:
+    case = make_short(geometry, SHORT, **options)
+    kernels = case.kernels
+    assert isinstance(kernels, TritonKernels)
+    assert kernels.is_short(case.query, case.view)
+    out, scores = run(case)
+    kernels.reserved = (0, 0)
+    expected, expected_scores = run(case)
+    largest = expected.abs().max().item()
+    assert torch.allclose(out.float(), expected.float(), rtol=0, atol=2**-6 * largest)
+    assert torch.allclose(scores, expected_scores, rtol=0, atol=2e-3)
+    assert not torch.equal(out, expected)  # it was another kernel
+
+
+def test_a_few_tokens_are_alone_what_they_are_in_a_batch() -> None:
+    case = make_short(GQA, SHORT)
+    out, _ = run(case)
+    start = 0
+    for index, request in enumerate(case.requests):
+        end = start + request.extend
+        alone = replace(
+            case,
+            requests=(request,),
+            rows=case.rows[index : index + 1],
+            query=case.query[start:end],
+        )
+        assert torch.equal(run(alone)[0], out[start:end])
+        start = end
+
+
+@pytest.mark.parametrize(("batch", "columns"), [(31, 256), (256, 20), (0, 0)])
+def test_no_more_tokens_than_there_is_room_for(batch: int, columns: int) -> None:
+    case = make_short(GQA, SHORT)
+    assert isinstance(case.kernels, TritonKernels)
+    case.kernels.reserved = (batch, columns)
+    before = [tensor.data_ptr() for tensor in case.kernels._scratch]
+    run(case)
+    assert not case.kernels.is_short(case.query, case.view)
+    assert [tensor.data_ptr() for tensor in case.kernels._scratch] == before

@@ -553,12 +553,12 @@ def attend(
 
 @triton.jit
 def merge_outputs(
-    out, sums, stats, prior_lse, first, head, full_splits, coded_splits,
-    MAX_SPLITS: tl.constexpr, PRIOR: tl.constexpr, spec: tl.constexpr,
+    out, sums, stats, lse, first, head, full_splits, coded_splits, MAX_SPLITS: tl.constexpr,
+    PRIOR: tl.constexpr, WANTS_LSE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """One query head's output, from the partial results from ``first`` on; zeros if none.
 
-    ``PRIOR``: joined with what is in ``out``, of log-sum ``prior_lse``.
+    ``PRIOR``: joined with what is in ``out``, of log-sum ``lse``. ``WANTS_LSE``: that is stored.
     """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
     index = tl.arange(0, 2 * MAX_SPLITS)
@@ -568,7 +568,7 @@ def merge_outputs(
     totals = tl.load(stats + place * 2 + 1, mask=live, other=0.0)
     top = tl.max(tops, 0)
     if PRIOR:
-        prior = tl.load(prior_lse + head)
+        prior = tl.load(lse + head)
         top = tl.maximum(top, prior)
     shift = tl.where(top == NOTHING, 0.0, top)
     factors = tl.exp2(tops - shift)
@@ -582,13 +582,15 @@ def merge_outputs(
         factor = tl.exp2(prior - shift)
         total += factor
         result += factor * tl.load(out + channel, mask=valid, other=0.0).to(tl.float32)
+    if WANTS_LSE:
+        tl.store(lse + head, tl.log2(total) + shift)
     result = tl.where(total == 0.0, 0.0, result / total)
     tl.store(out + channel, result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def log_totals(
-    stats, prior_lse, first, full_splits, coded_splits, HEADS: tl.constexpr,
+    stats, lse, first, full_splits, coded_splits, HEADS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, PRIOR: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Logs (base 2) of the sums of all weights of a request, ``[HEADS]``; 0 where nothing is."""
@@ -597,7 +599,7 @@ def log_totals(
     top = tl.full([HEADS], NOTHING, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     if PRIOR:
-        top = tl.load(prior_lse + head, mask=known, other=NOTHING)
+        top = tl.load(lse + head, mask=known, other=NOTHING)
         total = tl.where(top == NOTHING, 0.0, 1.0)
     for split in range(0, full_splits + coded_splits):
         index = first + split + tl.where(split < full_splits, 0, MAX_SPLITS - full_splits)
@@ -641,16 +643,17 @@ def add_masses(
 
 @triton.jit(do_not_specialize=["columns", "out_stride", "window_stride", "score_stride"])
 def merge(
-    out, scores, sums, stats, lses, prior_lse, rows, seq_lens, num_full, num_coded, windows,
+    out, scores, sums, stats, lses, lse, rows, seq_lens, num_full, num_coded, windows,
     columns, out_stride, window_stride, score_stride, spec: tl.constexpr, HEADS: tl.constexpr,
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRIOR: tl.constexpr,
+    WANTS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[Hq + n, batch]``: outputs of the query heads; the other ``n`` programs of a request
     share out the scores of its windows, each written by one of them.
 
-    ``PRIOR``: ``out`` has attention over the FULL windows, with its log-sums (base 2) in
-    ``prior_lse`` float32 ``[batch, Hq]``. ``HEADS``: ``Hq``, rounded up to a power of two. The
-    other arguments are those of ``attend``.
+    ``lse``: float32 ``[batch, Hq]``, logs (base 2) of sums of weights: with ``PRIOR`` of the
+    attention over FULL windows that is in ``out``, with ``WANTS_LSE`` of the result, to be stored.
+    ``HEADS``: ``Hq``, rounded up to a power of two. The other arguments are those of ``attend``.
     """
     NUM_HEADS: tl.constexpr = spec.geometry.num_q_heads
     program = tl.program_id(0)
@@ -662,15 +665,15 @@ def merge(
     full_splits = 0 if PRIOR else num_splits(full_units, TILE, MAX_SPLITS)
     coded_splits = num_splits(coded_units, TILE, MAX_SPLITS)
     first = request * 2 * MAX_SPLITS
-    prior_lse += request * NUM_HEADS
+    lse += request * NUM_HEADS
     if program < NUM_HEADS:
         merge_outputs(
-            out + request * out_stride + program * spec.head_dim, sums, stats, prior_lse, first,
-            program, full_splits, coded_splits, MAX_SPLITS, PRIOR, spec,
+            out + request * out_stride + program * spec.head_dim, sums, stats, lse, first,
+            program, full_splits, coded_splits, MAX_SPLITS, PRIOR, WANTS_LSE, spec,
         )  # fmt: skip
     else:
         totals = log_totals(
-            stats, prior_lse, first, full_splits, coded_splits, HEADS, MAX_SPLITS, PRIOR, spec
+            stats, lse, first, full_splits, coded_splits, HEADS, MAX_SPLITS, PRIOR, spec
         )
         add_masses(
             scores + row * score_stride, windows + row * window_stride,
@@ -687,8 +690,8 @@ def merge(
 class TritonDecode:
     """``decode`` of ``AttentionKernels``; its scratch is kept, at addresses that stay.
 
-    ``reserve`` allocates the scratch for the largest batch before a CUDA graph is captured;
-    ``decode`` calls it for what it is given.
+    ``reserve`` allocates it for the largest batch before a CUDA graph is captured; without, it
+    grows with what is decoded.
     """
 
     geometry: WindowGeometry
@@ -698,6 +701,8 @@ class TritonDecode:
     """Units (windows of up to 8 tokens) that a program goes over at a time."""
     max_splits: int
     """Programs that share one window list, for one KV head, at most."""
+    reserved: tuple[int, int]
+    """The largest batch that ``reserve`` was told of, and its windows."""
 
     _bases: torch.Tensor
     _offsets: torch.Tensor
@@ -714,8 +719,14 @@ class TritonDecode:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._programs = processors * PROGRAMS_PER_SM
         self._scratch = _allocate((0, 0, 0), device)
+        self.reserved = (0, 0)
 
     def reserve(self, batch: int, columns: int) -> None:
+        """Allocate the scratch for such a batch."""
+        self.reserved = max(self.reserved, (batch, columns))
+        self._grow_scratch(batch, columns)
+
+    def _grow_scratch(self, batch: int, columns: int) -> None:
         """Allocate the scratch for such a batch, unless there is as much already."""
         needed = scratch_numbers(self.geometry, self.max_splits, batch, columns)
         have = tuple(tensor.numel() for tensor in self._scratch)
@@ -736,11 +747,11 @@ class TritonDecode:
         scores: torch.Tensor | None,
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
-        self.decode_after(None, query, full, coded, view, rows, seq_lens, scale, out, scores)
+        self._attend(query, full, coded, view, rows, seq_lens, scale, out, scores)
 
     def decode_after(
         self,
-        prior_lse: torch.Tensor | None,
+        prior_lse: torch.Tensor,
         query: torch.Tensor,
         full: FullArena,
         coded: torch.Tensor,
@@ -754,8 +765,45 @@ class TritonDecode:
         """``decode`` where something else has attended to the FULL windows.
 
         It has left its results in ``out`` and their log-sums (base 2) in ``prior_lse``, float32
-        ``[B, Hq]``. Of FULL windows only keys are read then, for the scores. None: nothing has.
+        ``[B, Hq]``. Of FULL windows only keys are read then, for the scores.
         """
+        self._attend(
+            query, full, coded, view, rows, seq_lens, scale, out, scores, prior_lse, prior=True
+        )
+
+    def decode_tokens(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """``decode`` without scores; a row may have several tokens, each with its own length.
+
+        ``lse``: float32 ``[B, Hq]``, out: logs (base 2) of the sums of weights.
+        """
+        self._attend(query, full, coded, view, rows, seq_lens, scale, out, None, lse)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+        prior: bool = False,
+    ) -> None:
+        """Both launches. ``lse`` is read where ``prior``, else written."""
         g = self.geometry
         batch, columns = query.shape[0], view.windows.shape[1]
         check_stores(g, full, coded, self._bases.device.type)
@@ -766,24 +814,27 @@ class TritonDecode:
         check("seq_lens", seq_lens, LENGTHS, (batch,))
         if not batch:
             return
-        self.reserve(batch, columns)
+        self._grow_scratch(batch, columns)
         sums, stats, lses = self._scratch
-        has_prior = prior_lse is not None
-        if prior_lse is not None:
-            check("prior_lse", prior_lse, (torch.float32,), (batch, g.num_q_heads))
+        if lse is not None:
+            check("lse", lse, (torch.float32,), (batch, g.num_q_heads))
         attend[self._programs,](
             query, full.keys, full.values, coded, self._bases, self._offsets, view.page_table,
             view.full_slot, view.coded_slot, view.windows, view.num_full, view.num_coded, rows,
             seq_lens, sums, stats, lses, scale * LOG2_E, batch, columns, query.stride(0),
             full.keys.stride(0), view.page_table.stride(0), view.windows.stride(0),
-            **attend_options(self.spec, self.tile, self.max_splits, batch, has_prior),
+            **attend_options(
+                self.spec, self.tile, self.max_splits, max(batch, self.reserved[0]), prior
+            ),
         )  # fmt: skip
         merge[g.num_q_heads + (SCORE_PROGRAMS if scores is not None else 0), batch](
             out, sums if scores is None else scores, sums, stats, lses,
-            stats if prior_lse is None else prior_lse, rows, seq_lens,
+            stats if lse is None else lse, rows, seq_lens,
             view.num_full, view.num_coded, view.windows, columns, out.stride(0),
             view.windows.stride(0), 0 if scores is None else scores.stride(0),
-            **merge_options(self.spec, self.tile, self.max_splits, has_prior),
+            **merge_options(
+                self.spec, self.tile, self.max_splits, prior, lse is not None and not prior
+            ),
         )  # fmt: skip
 
 
@@ -799,7 +850,7 @@ def scratch_numbers(
 def attend_options(
     spec: Spec, tile: int, max_splits: int, batch: int, prior: bool = False
 ) -> dict[str, Any]:
-    """Constants of ``attend``, and how it is compiled."""
+    """Constants of ``attend``, and how it is compiled: for any batch up to this one."""
     return {
         "spec": spec,
         "BATCH": _bucket(batch),
@@ -820,7 +871,9 @@ def _bucket(batch: int) -> int:
     return bucket
 
 
-def merge_options(spec: Spec, tile: int, max_splits: int, prior: bool = False) -> dict[str, Any]:
+def merge_options(
+    spec: Spec, tile: int, max_splits: int, prior: bool = False, wants_lse: bool = False
+) -> dict[str, Any]:
     """Constants of ``merge``, and how it is compiled."""
     return {
         "spec": spec,
@@ -829,6 +882,7 @@ def merge_options(spec: Spec, tile: int, max_splits: int, prior: bool = False) -
         "MAX_SPLITS": max_splits,
         "BLOCK": 64,
         "PRIOR": prior,
+        "WANTS_LSE": wants_lse,
         "num_warps": 4,
     }
 

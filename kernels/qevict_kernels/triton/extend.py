@@ -53,6 +53,7 @@ __all__ = [
     "extend_kernel",
     "score_kernel",
     "score_options",
+    "tokens_kernel",
     "visible",
 ]
 
@@ -146,6 +147,20 @@ class TritonExtend:
         check("extend_lens", extend_lens, LENGTHS, (batch,))
         if score_starts is not None:
             check("score_starts", score_starts, LENGTHS, (batch,))
+
+    def tokens(
+        self,
+        count: int,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row of each of ``count`` new tokens, and what it sees, itself included: int64."""
+        token_rows, token_lens = rows.new_empty(2, count, dtype=torch.int64)
+        tokens_kernel[rows.shape[0],](
+            token_rows, token_lens, rows, prefix_lens, extend_lens, BLOCK=128
+        )
+        return token_rows, token_lens
 
     def add_scores(
         self,
@@ -489,6 +504,23 @@ def _score_block(
         for i in range(TOKENS):
             score += tl.sum(tl.where(t[:, None] == i, mass, 0.0), axis=0)
     tl.store(scores, score, mask=is_listed)
+
+
+@triton.jit
+def tokens_kernel(
+    token_rows, token_lens, rows, prefix_lens, extend_lens, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid ``[B]``; see ``TritonExtend.tokens``."""
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    prefix = tl.load(prefix_lens + request).to(tl.int64)
+    extend = tl.load(extend_lens + request).to(tl.int32)
+    first = _sum_before(extend_lens, request)
+    for start in range(0, extend, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < extend
+        tl.store(token_rows + first + token, tl.zeros_like(token).to(tl.int64) + row, mask=there)
+        tl.store(token_lens + first + token, prefix + token + 1, mask=there)
 
 
 # -- parts --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from qevict_kernels.interface import FullArena, LayerView, Lengths
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.codes import Spec
@@ -13,7 +14,10 @@ from qevict_kernels.triton.extend import TritonExtend
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
 
-__all__ = ["TritonKernels"]
+__all__ = ["SHORT_TOKENS", "TritonKernels"]
+
+SHORT_TOKENS = 128
+"""Up to so many new tokens a launch attends token by token: chunks would leave a GPU idle."""
 
 
 class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend):
@@ -55,3 +59,43 @@ class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend):
         self.tile = tile
         self.max_splits = max_splits
         self.prepare_decode(device)
+
+    def is_short(self, query: torch.Tensor, view: LayerView) -> bool:
+        """Whether ``extend`` of these queries attends token by token."""
+        batch, columns = self.reserved
+        fits = query.shape[0] <= min(SHORT_TOKENS, batch) and view.windows.shape[1] <= columns
+        return fits and query.shape[0] > 0
+
+    def extend(
+        self,
+        query: torch.Tensor,
+        full: FullArena,
+        coded: torch.Tensor,
+        view: LayerView,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        scores: torch.Tensor | None,
+        score_starts: torch.Tensor | None,
+        whole: Lengths | None = None,
+    ) -> None:
+        """Causal attention of a chunk of new tokens per request.
+
+        A few new tokens over a long context, such as a question about a text that is reused, give
+        too few tiles of queries to fill a GPU. Each is decoded for itself then, which divides the
+        context. Only as far as ``reserve`` has made room.
+        """
+        lengths = (rows, prefix_lens, extend_lens)
+        if not self.is_short(query, view):
+            super().extend(
+                query, full, coded, view, *lengths, scale, out, scores, score_starts, whole
+            )
+            return
+        self.check_extend(query, full, coded, view, *lengths, out, scores, score_starts)
+        token_rows, token_lens = self.tokens(query.shape[0], *lengths)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self.decode_tokens(query, full, coded, view, token_rows, token_lens, scale, out, lse)
+        if scores is not None and score_starts is not None:
+            self.add_scores(lse, query, full, coded, view, *lengths, scale, scores, score_starts)
