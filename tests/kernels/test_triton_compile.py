@@ -78,8 +78,8 @@ def check(
         assert found["LOCAL"] == 0
         assert found["STACK"] <= MOST_STACK if num_loops else found["STACK"] == 0
         assert binary.metadata.shared <= SHARED[arch]
-        # The assembler may make one more, of what goes into a loop or comes out of it.
-        assert len(loops) in (num_loops, num_loops + bool(num_loops))
+        # The assembler may make more, of what goes into a loop or comes out of it.
+        assert len(loops) >= num_loops
         for loop in loops:
             local = sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop)
             print(len(loop), local)
