@@ -94,10 +94,10 @@ def build_state(runner: Any) -> TieringState:
         started = time.perf_counter()
         device = torch.device(runner.device)
         kernels = make_kernels(plan.budget.geometry, rotary, device, pool.dtype)
-    # The largest batch: all decode launches share it, those of captured graphs among them.
-    kernels.reserve(req_to_token.shape[0], plan.max_windows)
+    # The largest batch: all decode launches share it, those of captured graphs among them. Row 0
+    # is for padding.
+    kernels.reserve(req_to_token.shape[0] - 1, plan.max_windows)
     compile_kernels(kernels, pool.dtype, plan.budget.config.promote is Promotion.DEQUANTIZE)
-    logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
     manager = TierManager(
         plan.budget,
         kernels,
@@ -107,6 +107,8 @@ def build_state(runner: Any) -> TieringState:
         max_windows=plan.max_windows,
         dtype=pool.dtype,
     )
+    manager.warm_up()
+    logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
     return TieringState(plan, manager, req_to_token)
 
 

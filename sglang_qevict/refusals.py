@@ -118,6 +118,8 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("--dcp-size", _above_one("dcp_size"), "a window is not spread over ranks"),
     Refusal("--attn-dp-size", _above_one("attn_dp_size"), _PADS_BATCHES),
     Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), _PADS_BATCHES),
+    Refusal("--moe-a2a-backend", _not_in("moe_a2a_backend", None, "none"), _PADS_BATCHES),
+    Refusal("--moe-dense-tp-size", _is_set("moe_dense_tp_size"), _PADS_BATCHES),
     Refusal("--attn-cp-size", _above_one("attn_cp_size"), "a prompt is not spread over ranks"),
     Refusal("--pp-size", _above_one("pp_size"), "the budget spans all layers of a model"),
     Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "diffusion rewrites tokens in place"),

@@ -55,6 +55,8 @@ FLAGS: dict[str, list[str]] = {
     "--dcp-size": ["--dcp-size", "2"],
     "--attn-dp-size": ["--attn-dp-size", "2"],
     "--enable-dp-attention": ["--enable-dp-attention"],
+    "--moe-a2a-backend": ["--moe-a2a-backend", "deepep"],
+    "--moe-dense-tp-size": ["--moe-dense-tp-size", "1"],
     "--attn-cp-size": ["--attn-cp-size", "2"],
     "--pp-size": ["--pp-size", "2"],
     "--dllm-algorithm": ["--dllm-algorithm", "LowConfidence"],

@@ -46,12 +46,11 @@ def _cuda_kernels(
     """Triton's, with FlashInfer's prefill where it can be had."""
     from qevict_kernels.flashinfer import FlashInferKernels
     from qevict_kernels.triton import TritonKernels
-    from qevict_kernels.warm_up import compile_kernels
 
     try:
         kernels = FlashInferKernels(geometry, rotary, device)
-        compile_kernels(kernels, dtype, dequantizes=False)
-    except Exception as error:  # of FlashInfer, its compiler, or the import of either
+        kernels.try_out(dtype)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         logger.info("KV tiering prefills with Triton alone, without FlashInfer: %s", error)
         return TritonKernels(geometry, rotary, device)
     return kernels

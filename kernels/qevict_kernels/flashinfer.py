@@ -61,6 +61,7 @@ class FlashInferKernels(TritonKernels):
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._lists: _FullLists
         self._planned: tuple[Lengths, float, torch.dtype] | None = None
+        self._is_copied: torch.cuda.Event | None = None
 
     def extend(
         self,
@@ -99,12 +100,30 @@ class FlashInferKernels(TritonKernels):
         counts = [-(-end // g.window) for end in whole.ends]
         self._lists = _FullLists(counts, whole.ends, g.window, self._cos_sin.device)
         chunks = [end - start for start, end in zip(whole.starts, whole.ends, strict=True)]
+        if self._is_copied is not None:
+            # FlashInfer writes its plan into one pinned buffer, which the plan before may not have
+            # left yet: it waits behind the launch before its own.
+            self._is_copied.synchronize()
         self._prefill.plan(
             _offsets(chunks), *self._lists.paged_cache, g.num_q_heads, g.num_kv_heads, g.head_dim,
             g.window, causal=True, sm_scale=scale, q_data_type=dtype, kv_data_type=dtype,
         )  # fmt: skip
+        if self._cos_sin.is_cuda:
+            self._is_copied = torch.cuda.Event()
+            self._is_copied.record()
         self._lists.require_shared_with(self._prefill)
         self._planned = (whole, scale, dtype)
+
+    def try_out(self, dtype: torch.dtype) -> None:
+        """Plan and run FlashInfer once, for one window: it raises what keeps it from serving."""
+        g, device = self.geometry, self._cos_sin.device
+        slots = torch.zeros(1, 2, g.num_kv_heads, g.window, g.head_dim, dtype=dtype, device=device)
+        query = torch.zeros(g.window, g.num_q_heads, g.head_dim, dtype=dtype, device=device)
+        self._plan(Lengths([0], [g.window]), 1.0, dtype)
+        self._lists.clear()
+        self._prefill.run(
+            query, (slots[:, 0], slots[:, 1]), out=torch.empty_like(query), return_lse=True
+        )
 
 
 class PairedDecode:
@@ -175,6 +194,10 @@ class _FullLists:
         last = torch.tensor([(length - 1) % window + 1 for length in lengths], dtype=torch.int32)
         self.paged_cache = (first, self._slots, last)
 
+    def clear(self) -> None:
+        """All in slot 0."""
+        self._slots.zero_()
+
     def find(self, view: LayerView, rows: torch.Tensor) -> None:
         """Fill in the slots of one layer, one launch."""
         count = self._slots.shape[0]
@@ -198,9 +221,9 @@ def _offsets(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-@triton.jit(do_not_specialize=["count", "window_stride", "page_stride"])
+@triton.jit(do_not_specialize=["num_entries", "window_stride", "page_stride"])
 def slots_kernel(
-    slots, requests, places, rows, windows, page_table, full_slot, count, window_stride,
+    slots, requests, places, rows, windows, page_table, full_slot, num_entries, window_stride,
     page_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[blocks of entries]``: slot of the FULL window at ``places`` in the list of a request.
@@ -208,7 +231,7 @@ def slots_kernel(
     Bytes: 28 per entry.
     """
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = entry < count
+    there = entry < num_entries
     row = tl.load(rows + tl.load(requests + entry, mask=there, other=0), mask=there, other=0)
     place = tl.load(places + entry, mask=there, other=0)
     window = tl.load(windows + row * window_stride + place, mask=there, other=0)

@@ -14,20 +14,31 @@ Views
 Invariance
     The result for a request is bit for bit the same whatever else is in the batch,
     however many threads run, and wherever chunk boundaries fall: partial results are
-    made over fixed blocks of a request's own lists and merged in list order.
+    made over fixed blocks of a request's own lists and merged in list order. On a GPU this holds of
+    ``decode``; ``extend`` there is invariant up to rounding, since few tokens, chunks over FULL
+    windows alone, and others take different kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 
-__all__ = ["AttentionKernels", "FullArena", "LayerView", "Lengths"]
+__all__ = [
+    "AttentionKernels",
+    "FullArena",
+    "LayerView",
+    "Lengths",
+    "RoutesOnDevice",
+    "RoutingEvent",
+    "SideTensors",
+    "ViewTensors",
+]
 
 
 class Lengths(NamedTuple):
@@ -190,5 +201,82 @@ class AttentionKernels(Protocol):
         ``scores`` as in ``decode``.
         ``whole``: given where every window of all these requests is FULL, once for all layers of
         a launch (the same object). It repeats what the device knows, for kernels that plan.
+        """
+        ...
+
+
+class ViewTensors(NamedTuple):
+    """The views of all rows in all layers (see ``qevict_tiers.views``), contiguous.
+
+    tier: uint8, score: float32, outranked: bool, windows: int32, ``[L, rows, N]``. num_full,
+    num_coded: int32 ``[L, rows]``. page_table: int32 ``[rows, N]``. shared, publishable: int64
+    ``[rows]``. is_routed: bool ``[L]``.
+    """
+
+    tier: torch.Tensor
+    score: torch.Tensor
+    outranked: torch.Tensor
+    windows: torch.Tensor
+    num_full: torch.Tensor
+    num_coded: torch.Tensor
+    page_table: torch.Tensor
+    shared: torch.Tensor
+    publishable: torch.Tensor
+    is_routed: torch.Tensor
+
+
+class SideTensors(NamedTuple):
+    """One end of the arena (see ``qevict_tiers.arena``).
+
+    slots: uint8 ``[capacity, bytes]``. table: int32 ``[owners]``. owner: int64, references: int32,
+    ``[capacity + 1]``. count: int64 ``[]``. from_right: where its compact run begins.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    owner: torch.Tensor
+    references: torch.Tensor
+    count: torch.Tensor
+    from_right: bool
+
+
+class RoutingEvent(NamedTuple):
+    """Which rows are routed, in which layers, and how.
+
+    rows: int64 ``[B]``. limits: int64 ``[4, B]``: beginning and end of the history, FULL and coded
+    windows that it may have. first_layer, num_layers: layers. width: windows of the longest row.
+    coded_per_full: numerator and denominator of coded windows for the bytes of a FULL one.
+    dequantizes: whether FULL copies are rebuilt. pages_per_layer: owners of a layer.
+    """
+
+    rows: torch.Tensor
+    limits: torch.Tensor
+    first_layer: int
+    num_layers: int
+    width: int
+    coded_per_full: tuple[int, int]
+    dequantizes: bool
+    pages_per_layer: int
+
+
+@runtime_checkable
+class RoutesOnDevice(Protocol):
+    """Kernels that do a whole routing event, in a few launches."""
+
+    def route(
+        self,
+        event: RoutingEvent,
+        views: ViewTensors,
+        full: SideTensors,
+        coded: SideTensors,
+        full_arena: FullArena,
+        coded_arena: torch.Tensor,
+        totals: torch.Tensor,
+        refused_layer: torch.Tensor,
+    ) -> None:
+        """What ``TierManager.route`` does by ``policy.route``.
+
+        ``totals``: int64 ``[len(Counter)]``. ``refused_layer``: int64 ``[]``, the last layer of a
+        window that could not be coded.
         """
         ...

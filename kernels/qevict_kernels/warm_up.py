@@ -27,7 +27,7 @@ def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, dequantizes: 
     window = zeros(1, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim, dtype=dtype)
     full = FullArena(keys=window[:, 0], values=window[:, 1])
     coded = zeros(1, geometry.num_kv_heads, geometry.record.record_bytes, dtype=torch.uint8)
-    slot, row, one = zeros(1), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64) + 1
+    slot, row = zeros(1), zeros(1, dtype=torch.int64)
     view = LayerView(
         page_table=zeros(1, columns),
         full_slot=slot,
@@ -40,12 +40,15 @@ def compile_kernels(kernels: AttentionKernels, dtype: torch.dtype, dequantizes: 
     token = zeros(1, geometry.num_kv_heads, geometry.head_dim, dtype=dtype)
     out, scores = torch.empty_like(queries), zeros(1, columns, dtype=torch.float32)
     kernels.store(full, slot, slot, token, token)
-    for count, whole in ((1, None), (tokens, None), (tokens, Lengths([0], [tokens]))):
+    for count, whole in ((2, None), (tokens, None), (tokens, Lengths([0], [tokens]))):
+        # As SGLang has them: int32, and positions int64.
+        prefix, length = zeros(1), zeros(1) + count
         kernels.extend(
-            queries[:count], full, coded, view, row, row, one * count, 1.0, out[:count], scores,
-            row, whole,
+            queries[:count], full, coded, view, row, prefix, length, 1.0, out[:count], scores, row,
+            whole,
         )  # fmt: skip
-    kernels.decode(queries[:1], full, coded, view, row, one, 1.0, out[:1], scores)
+    kernels.decode(queries[:1], full, coded, view, row, row + 1, 1.0, out[:1], scores)
+    kernels.copy_slots(window.view(1, -1).view(torch.uint8), slot - 1, slot)
     kernels.quantize(full, coded, slot, slot, slot)
     if dequantizes:
         kernels.dequantize(full, coded, slot, slot, slot)

@@ -10,7 +10,7 @@ import pytest
 from kernel_cases import rotary_table
 from qevict_kernels.flashinfer import slots_kernel
 from qevict_kernels.layout import ParamFormat, WindowGeometry
-from qevict_kernels.triton import extend, memory, quantize
+from qevict_kernels.triton import extend, memory, quantize, routing
 from triton_aot import SHARED, compiled, resources
 from triton_device import IS_INTERPRETED
 
@@ -38,7 +38,7 @@ TYPES = {
                      "score_starts"), "*i64"),
     **dict.fromkeys(("slots", "sources", "targets", "full_slots", "coded_slots", "windows",
                      "offsets", "page_table", "full_slot", "coded_slot", "num_full", "num_coded",
-                     "extend_lens"), "*i32"),
+                     "extend_lens", "count"), "*i32"),
     "scale_log2": "fp32",
 }  # fmt: skip
 STRIDES = {"slot_stride", "key_stride", "value_stride", "query_stride", "out_stride", "stride"}
@@ -65,15 +65,50 @@ def kernels(
     attend = extend.attend_options(geometry, rotary, arch)
     store = memory.store_options(geometry)
     return [
-        (quantize.quantize_kernel, codes),
-        (quantize.dequantize_kernel, codes),
+        (quantize.quantize_kernel, codes | {"COUNTED": True}),
+        (quantize.dequantize_kernel, codes | {"COUNTED": True}),
         (extend.extend_kernel, attend | {"HAS_LSE": True}),
         (extend.score_kernel, extend.score_options(geometry, rotary)),
         (memory.store_kernel, store),
-        (memory.copy_kernel, {"BLOCK": memory.COPY_WORDS}),
+        (memory.copy_kernel, {"COUNTED": True, "BLOCK": memory.COPY_WORDS}),
         (slots_kernel, {"BLOCK": 256}),
         (extend.tokens_kernel, {"BLOCK": 128}),
     ]
+
+
+ROUTING = [
+    (routing.keys_kernel, {}),
+    *((routing.rank_kernel, {"DEQUANTIZES": dequantizes}) for dequantizes in (False, True)),
+    *((routing.release_kernel, {"FROM_RIGHT": from_right}) for from_right in (False, True)),
+    (routing.allocate_kernel, {"ONLY_FLAGGED": True, "FROM_RIGHT": True}),
+    (routing.allocate_kernel, {"ONLY_FLAGGED": False, "FROM_RIGHT": False}),
+    (routing.refuse_kernel, {}),
+    (routing.finish_kernel, {}),
+]
+ROUTING_TYPES = {
+    **dict.fromkeys(("order", "rows", "limits", "shared", "publishable", "left", "gone", "totals",
+                     "entries", "owners", "count", "dead", "refused_layer", "raised"), "*i64"),
+    **dict.fromkeys(("tiers", "outranked", "after", "below", "is_routed", "refused"), "*u8"),
+    **dict.fromkeys(("page_table", "coded_table", "num_left", "num_gone", "table", "references",
+                     "sources", "targets", "num_moves", "windows", "source_table", "num_full",
+                     "num_coded", "num_raised", "length"), "*i32"),
+    **dict.fromkeys(("keys", "scores"), "*fp32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.slow) for arch in SHARED]
+)
+def test_routing_compiles_without_spills(arch: int, tmp_path: Path) -> None:
+    for kernel, constants in ROUTING:
+        binary = compiled(kernel, constants | {"BLOCK": 1024}, "bf16", arch, ROUTING_TYPES, ())
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        found = resources(path)
+        print(arch, kernel.fn.__name__, found)
+        assert found["STACK"] <= 32
+        assert found["LOCAL"] == 0
+        assert binary.metadata.shared <= SHARED[arch]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,17 @@ def test_other_chunks_are_tritons() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flashinfer_is_tried_out_before_it_serves(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = FlashInferKernels(GQA, rotary_table(64), DEVICE)
+    kernels.try_out(dtype)
+    monkeypatch.setattr(type(kernels._prefill), "run", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.try_out(dtype)
+
+
 def test_a_width_that_flashinfer_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="no kernels for a head_dim of 80"):
         FlashInferKernels(WindowGeometry(4, 2, 80), rotary_table(80), DEVICE)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mini_engine import rotary_table
@@ -20,8 +22,9 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
+from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
-from sglang_qevict.state import TieringState
+from sglang_qevict.state import TieringState, _Drop
 
 CUDA = torch.device("cuda")
 GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
@@ -50,8 +53,20 @@ class Launches:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on a GPU that isn't there. What torch makes from host memory must be pinned."""
-    original = torch.tensor
+    """Tensors on a GPU that isn't there. What torch copies from the host must be pinned."""
+    original, original_to = torch.tensor, torch.Tensor.to
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(host: torch.Tensor) -> torch.Tensor:
+        pinned.append(host)
+        return host
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        result = original_to(tensor, *args, **options)
+        if (tensor.device.type, result.device.type) == ("cpu", "cuda"):
+            assert any(tensor is host for host in pinned), "waits for the device"
+            assert options.get("non_blocking"), "waits for the device"
+        return result
 
     def tensor(*args: Any, **options: Any) -> torch.Tensor:
         assert torch.device(options.get("device") or "cpu").type == "cpu", "waits for the device"
@@ -60,7 +75,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with FakeTensorMode():
         monkeypatch.setattr(torch, "tensor", tensor)
         # Fake tensors know nothing of pinned memory.
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: host)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        monkeypatch.setattr(torch.Tensor, "to", to)
         yield
 
 
@@ -85,6 +101,11 @@ def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
 
     prompt, row = 200, 1
     stored, next_row = 0, 2
+
+    def host(numbers: list[int]) -> SimpleNamespace:
+        # What SGLang has on the host, which a fake tensor would not tell.
+        return SimpleNamespace(tolist=lambda: numbers)
+
     while stored < prompt:
         start, stored = stored, stored + plan.claims.chunk_limit(prompt, stored)
         stored = min(stored, start + 64, prompt)
@@ -93,9 +114,15 @@ def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
             state.allocate_layer(layer, chunks)
             manager.locate(torch.zeros(stored - start, dtype=torch.int64, device=CUDA))
             state.route_layer(layer, chunks)
+    backend = object.__new__(QEvictAttentionBackend)
+    backend.serve(state, first_layer=0)
     for step in range(1, 20):
-        state.ledger.advance(row, prompt + step)
-        state.start_decode([row], [prompt + step])
+        state.alloc_to_lengths(
+            req_pool_indices_cpu=host([row]), target_seq_lens_cpu=host([prompt + step])
+        )
+        backend.init_forward_metadata_out_graph(
+            SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=4, num_padding=3)
+        )
         manager.locate(torch.zeros(1, dtype=torch.int64, device=CUDA))
     assert kernels.quantized
     assert kernels.moved
@@ -106,12 +133,21 @@ def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
     state.publish(row, 0, pages)
     state.free(row)
     state.extend_prepared(next_row, prompt, len(pages) * 8 + 8, pages)
-    state.start_extend([next_row], [len(pages) * 8], [len(pages) * 8 + 8])
+    backend.init_forward_metadata_out_graph(
+        SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            req_pool_indices_cpu=host([next_row]),
+            extend_prefix_lens_cpu=[len(pages) * 8],
+            extend_seq_lens_cpu=[8],
+            seq_lens=torch.zeros(1, dtype=torch.int64, device=CUDA),
+        )
+    )
+    assert backend._whole is None
     state.ledger.limit_publishing(lambda: 0)
     manager.limit_publishing(next_row, 1)
     state.free(next_row)
     state.drain()
-    manager.drop(torch.tensor(pages).to(CUDA))
+    state._apply(_Drop, [_Drop(pages)])
 
 
 def _layers(chunks: list[Any]) -> Iterator[tuple[int, list[Any]]]:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 
 import torch
 
+from qevict_kernels.interface import SideTensors
+
 __all__ = ["Arena", "CopySlots", "Side"]
 
 CopySlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -73,6 +75,13 @@ class Side:
         """Bytes of all that says where copies lie."""
         tensors = (self.table, self._owner, self._references, self._mark)
         return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def tensors(self) -> SideTensors:
+        """For kernels that change both ends themselves."""
+        return SideTensors(
+            self.slots, self.table, self._owner, self._references, self.count, self.from_right
+        )
 
     def slot_of(self, owners: torch.Tensor) -> torch.Tensor:
         """Slots of owners, int32, -1 where an owner is -1 or has no copy."""

@@ -43,15 +43,15 @@ class Counters:
     """Running totals on the KV device (int64), so that counting needs no synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._totals = torch.zeros(len(Counter), dtype=torch.int64, device=device)
+        self.totals = torch.zeros(len(Counter), dtype=torch.int64, device=device)
 
     def add(self, counter: Counter, amount: torch.Tensor | int) -> None:
         """Add ``amount`` to a counter."""
-        self._totals[counter] += amount
+        self.totals[counter] += amount
 
     def read(self) -> dict[Counter, int]:
         """All totals (waits for the device)."""
-        return dict(zip(Counter, self._totals.tolist(), strict=True))
+        return dict(zip(Counter, self.totals.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

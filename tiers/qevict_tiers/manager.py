@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from qevict_kernels.interface import AttentionKernels, FullArena, LayerView
+from qevict_kernels.interface import (
+    AttentionKernels,
+    FullArena,
+    LayerView,
+    RoutesOnDevice,
+    RoutingEvent,
+)
 from qevict_kernels.transfers import to_device
 from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
@@ -91,6 +97,9 @@ class TierManager:
         self.counters = Counters(device)
         self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
         self.open_rows: dict[int, int] = {}
+        self._on_device = (
+            kernels if self.arena.fixed_shapes and isinstance(kernels, RoutesOnDevice) else None
+        )
         self._warned = False
         self._refused_layer = torch.full((), -1, dtype=torch.int64, device=device)
         geometry = budget.geometry
@@ -313,8 +322,11 @@ class TierManager:
         nobody sees any more go: so bytes in use never exceed FULL before plus codes after.
         """
         config = self.budget.config
-        index = to_device(rows, self.device)
         width = max(self.budget.num_windows(n) for n in tokens)
+        if self._on_device is not None:
+            self._route_on_device(self._on_device, layers, rows, tokens, width)
+            return
+        index = to_device(rows, self.device)
         before = self.views.tier[layers, index, :width]
         limits = Limits.of(self.budget, tokens, self.views.shared[index])
         routed = route(self.views.score[layers, index, :width], before, limits, config.promote)
@@ -327,6 +339,42 @@ class TierManager:
         risen = self.views.outranked[layers, index, :width] & ~outranked
         self.counters.add(Counter.RANK_PROMOTED, (risen & (after != Tier.EVICTED)).sum())
         self.views.set_tiers(layers, index, after, outranked)
+
+    def warm_up(self) -> None:
+        """Compile what an event needs, by one for row 0, a row without windows."""
+        self.route(slice(0, self.num_layers), [0], [self.budget.config.min_context + 1])
+
+    def _route_on_device(
+        self,
+        kernels: RoutesOnDevice,
+        layers: slice,
+        rows: list[int],
+        tokens: list[int],
+        width: int,
+    ) -> None:
+        config, budget = self.budget.config, self.budget
+        numbers = to_device([rows, *Limits.numbers(budget, tokens)], self.device)
+        coded_per_full = Limits.coded_per_full_of(budget)
+        event = RoutingEvent(
+            rows=numbers[0],
+            limits=numbers[1:],
+            first_layer=layers.start,
+            num_layers=layers.stop - layers.start,
+            width=width,
+            coded_per_full=(coded_per_full.numerator, coded_per_full.denominator),
+            dequantizes=config.promote is Promotion.DEQUANTIZE,
+            pages_per_layer=self.pages_per_layer,
+        )
+        kernels.route(
+            event,
+            self.views.tensors(self._routed_layers),
+            self.arena.full.tensors,
+            self.arena.coded.tensors,
+            self.full_arena,
+            self.coded_arena,
+            self.counters.totals,
+            self._refused_layer,
+        )
 
     def _count(self, before: torch.Tensor, after: torch.Tensor, made: torch.Tensor) -> None:
         """Count what a routing event did; ``made``: windows whose codes were made."""

@@ -65,25 +65,32 @@ class Limits:
     @classmethod
     def of(cls, budget: WindowBudget, tokens: Sequence[int], shared: torch.Tensor) -> Limits:
         """The limits of rows of so many tokens each, on the device of ``shared``."""
-        histories = [budget.history(n) for n in tokens]
-        capacities = [budget.capacities(n) for n in tokens]
-        start, end, full, coded = to_device(
-            [
-                [start for start, _ in histories],
-                [end for _, end in histories],
-                [limit.full for limit in capacities],
-                [limit.coded for limit in capacities],
-            ],
-            shared.device,
-        )
+        start, end, full, coded = to_device(cls.numbers(budget, tokens), shared.device)
         return cls(
             history_start=start,
             history_end=end,
             shared=shared,
             max_full=full,
             max_coded=coded,
-            coded_per_full=Fraction(budget.charged_full_bytes, budget.coded_bytes),
+            coded_per_full=cls.coded_per_full_of(budget),
         )
+
+    @staticmethod
+    def numbers(budget: WindowBudget, tokens: Sequence[int]) -> list[list[int]]:
+        """``history_start``, ``history_end``, ``max_full``, ``max_coded`` of rows."""
+        histories = [budget.history(n) for n in tokens]
+        capacities = [budget.capacities(n) for n in tokens]
+        return [
+            [start for start, _ in histories],
+            [end for _, end in histories],
+            [limit.full for limit in capacities],
+            [limit.coded for limit in capacities],
+        ]
+
+    @staticmethod
+    def coded_per_full_of(budget: WindowBudget) -> Fraction:
+        """Coded windows that take the bytes of one FULL window."""
+        return Fraction(budget.charged_full_bytes, budget.coded_bytes)
 
 
 def rank_windows(scores: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:

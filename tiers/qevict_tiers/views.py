@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qevict_kernels.interface import LayerView
+from qevict_kernels.interface import LayerView, ViewTensors
 from qevict_tiers.policy import Tier
 
 __all__ = ["Views"]
@@ -33,6 +33,13 @@ class Views:
         self.page_table = torch.zeros(shape[1:], dtype=torch.int32, device=device)
         self.shared = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.publishable = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def tensors(self, is_routed: torch.Tensor) -> ViewTensors:
+        """For kernels that change views themselves; ``is_routed``: bool ``[L]``."""
+        return ViewTensors(
+            self.tier, self.score, self.outranked, self.windows, self.num_full, self.num_coded,
+            self.page_table, self.shared, self.publishable, is_routed,
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:

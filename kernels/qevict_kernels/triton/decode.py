@@ -723,7 +723,7 @@ class TritonDecode:
 
     def reserve(self, batch: int, columns: int) -> None:
         """Allocate the scratch for such a batch."""
-        self.reserved = max(self.reserved, (batch, columns))
+        self.reserved = (max(self.reserved[0], batch), max(self.reserved[1], columns))
         self._grow_scratch(batch, columns)
 
     def _grow_scratch(self, batch: int, columns: int) -> None:

@@ -156,7 +156,8 @@ class TritonExtend:
         extend_lens: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The row of each of ``count`` new tokens, and what it sees, itself included: int64."""
-        token_rows, token_lens = rows.new_empty(2, count, dtype=torch.int64)
+        # Two, since compiled kernels depend on whether a tensor begins at a multiple of 16 bytes.
+        token_rows, token_lens = (rows.new_empty(count, dtype=torch.int64) for _ in range(2))
         tokens_kernel[rows.shape[0],](
             token_rows, token_lens, rows, prefix_lens, extend_lens, BLOCK=128
         )
@@ -248,7 +249,7 @@ def _options(geometry: WindowGeometry, rotary: RotaryTable) -> dict[str, Any]:
 # -- attention ----------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_columns", "page_table_stride", "windows_stride"])
 def extend_kernel(
     query, full_keys, full_values, coded, cos_sin, out, lse,
     page_table, full_slot, coded_slot, windows, num_full, num_coded,
@@ -390,7 +391,9 @@ def _add_block(products, value, maximum, total, sums):
 # -- scores -------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_columns", "page_table_stride", "windows_stride", "scores_stride"]
+)
 def score_kernel(
     query, full_keys, coded, cos_sin, lse, scores,
     page_table, full_slot, coded_slot, windows, num_full, num_coded,

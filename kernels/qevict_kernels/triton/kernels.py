@@ -13,6 +13,7 @@ from qevict_kernels.triton.decode import MAX_SPLITS, TILE, TritonDecode
 from qevict_kernels.triton.extend import TritonExtend
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
+from qevict_kernels.triton.routing import TritonRouting
 
 __all__ = ["SHORT_TOKENS", "TritonKernels"]
 
@@ -20,7 +21,7 @@ SHORT_TOKENS = 128
 """Up to so many new tokens a launch attends token by token: chunks would leave a GPU idle."""
 
 
-class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend):
+class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend, TritonRouting):
     """``AttentionKernels`` for a CUDA device; see ``interface`` for what each method does.
 
     ``device``: where the arenas are; under Triton's interpreter the CPU. ``tile``, ``max_splits``:

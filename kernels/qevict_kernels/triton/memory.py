@@ -14,10 +14,26 @@ from qevict_kernels.checks import check, check_full, check_heads
 from qevict_kernels.interface import FullArena
 from qevict_kernels.layout import WindowGeometry
 
-__all__ = ["COPY_WORDS", "TritonMemory", "copy_kernel", "store_kernel", "store_options"]
+__all__ = [
+    "COPY_WORDS",
+    "TritonMemory",
+    "copy_kernel",
+    "programs",
+    "store_kernel",
+    "store_options",
+]
 
 COPY_WORDS = 1024
 """Words of a row that a program moves at a time."""
+
+
+MOST_PROGRAMS = 512
+"""Programs that share a list whose length is on the device: a few for each processor."""
+
+
+def programs(entries: torch.Tensor, count: torch.Tensor | None) -> int:
+    """How many programs a list is given; ``count``: its length if that is on the device."""
+    return entries.shape[0] if count is None else min(entries.shape[0], MOST_PROGRAMS)
 
 
 class TritonMemory:
@@ -25,20 +41,31 @@ class TritonMemory:
 
     geometry: WindowGeometry
 
-    def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of ``slots`` where the source is not negative."""
+    def copy_slots(
+        self,
+        slots: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        count: torch.Tensor | None = None,
+    ) -> None:
+        """Copy rows of ``slots`` where the source is not negative.
+
+        ``count``: int32 on the device, how many of the entries there are; None: all.
+        """
         check("sources", sources, (torch.int32,), sources.shape[:1])
         check("targets", targets, (torch.int32,), sources.shape[:1])
-        if not sources.shape[0]:
+        grid = programs(sources, count)
+        if not grid:
             return
         for dtype in (torch.int32, torch.uint8):
             size = dtype.itemsize
             if not (slots.shape[1] % size or slots.stride(0) % size or slots.data_ptr() % size):
                 break
         words = slots.view(dtype)
-        copy_kernel[(sources.shape[0],)](
-            words, sources, targets, words.stride(0), words.shape[1], BLOCK=COPY_WORDS
-        )
+        copy_kernel[grid,](
+            words, sources, targets, sources if count is None else count, words.stride(0),
+            words.shape[1], COUNTED=count is not None, BLOCK=COPY_WORDS,
+        )  # fmt: skip
 
     def store(
         self,
@@ -77,18 +104,21 @@ def store_options(geometry: WindowGeometry) -> dict[str, Any]:
 
 
 @triton.jit
-def copy_kernel(slots, sources, targets, stride, num_words, BLOCK: tl.constexpr):
-    """Grid ``[m]``: one program moves one row. Bytes: each row read and written once."""
-    entry = tl.program_id(0)
-    source = tl.load(sources + entry).to(tl.int64)
-    if source < 0:
-        return
-    target = tl.load(targets + entry).to(tl.int64)
-    for start in range(0, num_words, BLOCK):
-        word = start + tl.arange(0, BLOCK)
-        there = word < num_words
-        data = tl.load(slots + source * stride + word, mask=there)
-        tl.store(slots + target * stride + word, data, mask=there)
+def copy_kernel(
+    slots, sources, targets, count, stride, num_words, COUNTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid ``[m]``, or where ``COUNTED`` any, for int32 ``count`` entries on the device: a program
+    moves one row at a time. Bytes: each row read and written once."""
+    entries = tl.load(count) if COUNTED else tl.num_programs(0)
+    for entry in range(tl.program_id(0), entries, tl.num_programs(0)):
+        source = tl.load(sources + entry).to(tl.int64)
+        target = tl.load(targets + entry).to(tl.int64)
+        if source >= 0:
+            for start in range(0, num_words, BLOCK):
+                word = start + tl.arange(0, BLOCK)
+                there = word < num_words
+                data = tl.load(slots + source * stride + word, mask=there)
+                tl.store(slots + target * stride + word, data, mask=there)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 Every step is the reference's float32 operation, in its order: divisions round to nearest, and
 the kernels are compiled without fused multiply-adds, since a fused one rounds elsewhere.
 
-A program is one entry of the list, all KV heads one after another; it ends at once where the
-entry is to be skipped, so that long lists with few entries cost little. A head is a tile
-``[W, D]``, channels padded to a power of two.
+An entry of the list is one program's, all KV heads one after another; it is done at once where
+it is to be skipped, so that long lists with few entries cost little. Where the length of a list is
+on the device, a fixed number of programs takes turns. A head is a tile ``[W, D]``, channels padded
+to a power of two.
 
 Bytes: a FULL window and ``W`` rows of the rotary table are read, a record is written (or the
 other way round).
@@ -26,6 +27,7 @@ from qevict_kernels.interface import FullArena
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import SCALE_MARGIN, STEP_MARGIN
 from qevict_kernels.rope import RotaryTable
+from qevict_kernels.triton.memory import programs
 from qevict_kernels.triton.records import load_codes, load_params
 
 __all__ = ["TritonCodes", "code_options", "dequantize_kernel", "quantize_kernel"]
@@ -57,14 +59,19 @@ class TritonCodes:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
+        count: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the codes of FULL windows; returns which hold NaN or infinity, bool ``[n]``."""
+        """Write the codes of FULL windows; returns which hold NaN or infinity, bool ``[n]``.
+
+        ``count``: int32 on the device, how many of the entries there are; None: all.
+        """
         self._check_entries(full, coded, full_slots, coded_slots, windows)
         refused = torch.empty_like(full_slots, dtype=torch.uint8)
-        if full_slots.shape[0]:
-            quantize_kernel[full_slots.shape](
+        if grid := programs(full_slots, count):
+            quantize_kernel[grid,](
                 full.keys, full.values, coded, self._cos_sin, full_slots, coded_slots, windows,
-                refused, full.keys.stride(0), **code_options(self.geometry, self.rotary),
+                refused, refused if count is None else count, full.keys.stride(0),
+                COUNTED=count is not None, **code_options(self.geometry, self.rotary),
             )  # fmt: skip
         return refused.view(torch.bool)
 
@@ -75,13 +82,15 @@ class TritonCodes:
         full_slots: torch.Tensor,
         coded_slots: torch.Tensor,
         windows: torch.Tensor,
+        count: torch.Tensor | None = None,
     ) -> None:
-        """Rebuild FULL windows from codes."""
+        """Rebuild FULL windows from codes; ``count``: as for ``quantize``."""
         self._check_entries(full, coded, full_slots, coded_slots, windows)
-        if full_slots.shape[0]:
-            dequantize_kernel[full_slots.shape](
+        if grid := programs(full_slots, count):
+            dequantize_kernel[grid,](
                 full.keys, full.values, coded, self._cos_sin, full_slots, coded_slots, windows,
-                full.keys.stride(0), **code_options(self.geometry, self.rotary),
+                full_slots if count is None else count, full.keys.stride(0),
+                COUNTED=count is not None, **code_options(self.geometry, self.rotary),
             )  # fmt: skip
 
     def _check_entries(
@@ -117,18 +126,32 @@ def code_options(geometry: WindowGeometry, rotary: RotaryTable) -> dict[str, Any
 
 @triton.jit
 def quantize_kernel(
-    full_keys, full_values, coded, cos_sin, full_slots, coded_slots, windows, refused, slot_stride,
+    full_keys, full_values, coded, cos_sin, full_slots, coded_slots, windows, refused, count,
+    slot_stride, G: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    PAD: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Grid ``[n]``, or where ``COUNTED`` any, for int32 ``count`` entries on the device; see
+    ``AttentionKernels.quantize``. ``refused``: uint8 ``[n]``, out."""
+    entries = tl.load(count) if COUNTED else tl.num_programs(0)
+    for entry in range(tl.program_id(0), entries, tl.num_programs(0)):
+        full_slot = tl.load(full_slots + entry).to(tl.int64)
+        num_bad = 0
+        if full_slot >= 0:
+            num_bad = _quantize_window(
+                full_keys, full_values, coded, cos_sin, full_slot,
+                tl.load(coded_slots + entry).to(tl.int64), tl.load(windows + entry).to(tl.int64),
+                slot_stride, G, ROTARY_DIM, IS_NEOX, PAD,
+            )  # fmt: skip
+        tl.store(refused + entry, tl.where(num_bad > 0, 1, 0).to(tl.uint8))
+
+
+@triton.jit
+def _quantize_window(
+    full_keys, full_values, coded, cos_sin, full_slot, coded_slot, window, slot_stride,
     G: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[n]``; see ``AttentionKernels.quantize``. ``refused``: uint8 ``[n]``, out."""
+    """One entry; returns how many KV heads can't be coded."""
     L: tl.constexpr = G.record
-    entry = tl.program_id(0)
-    full_slot = tl.load(full_slots + entry).to(tl.int64)
-    if full_slot < 0:
-        tl.store(refused + entry, 0)
-        return
-    coded_slot = tl.load(coded_slots + entry).to(tl.int64)
-    window = tl.load(windows + entry).to(tl.int64)
     token, d = tl.arange(0, G.window), tl.arange(0, PAD)
     there = d < G.head_dim
     everywhere = token >= 0
@@ -188,22 +211,33 @@ def quantize_kernel(
             tl.store(header + 5, tl.where(is_bad, _NAN, v2))
         padding = L.payload_bytes + tl.arange(0, 64)
         tl.store(record + padding, tl.zeros_like(padding), mask=padding < L.record_bytes)
-    tl.store(refused + entry, tl.where(num_bad > 0, 1, 0).to(tl.uint8))
+    return num_bad
 
 
 @triton.jit
 def dequantize_kernel(
-    full_keys, full_values, coded, cos_sin, full_slots, coded_slots, windows, slot_stride,
+    full_keys, full_values, coded, cos_sin, full_slots, coded_slots, windows, count, slot_stride,
+    G: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, PAD: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Grid as for ``quantize_kernel``; see ``AttentionKernels.dequantize``."""
+    entries = tl.load(count) if COUNTED else tl.num_programs(0)
+    for entry in range(tl.program_id(0), entries, tl.num_programs(0)):
+        full_slot = tl.load(full_slots + entry).to(tl.int64)
+        if full_slot >= 0:
+            _dequantize_window(
+                full_keys, full_values, coded, cos_sin, full_slot,
+                tl.load(coded_slots + entry).to(tl.int64), tl.load(windows + entry).to(tl.int64),
+                slot_stride, G, ROTARY_DIM, IS_NEOX, PAD,
+            )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_window(
+    full_keys, full_values, coded, cos_sin, full_slot, coded_slot, window, slot_stride,
     G: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[n]``; see ``AttentionKernels.dequantize``."""
     L: tl.constexpr = G.record
-    entry = tl.program_id(0)
-    full_slot = tl.load(full_slots + entry).to(tl.int64)
-    if full_slot < 0:
-        return
-    coded_slot = tl.load(coded_slots + entry).to(tl.int64)
-    window = tl.load(windows + entry).to(tl.int64)
     token, d = tl.arange(0, G.window), tl.arange(0, PAD)
     there = d < G.head_dim
     place = token[:, None] * G.head_dim + d[None, :]
