@@ -229,14 +229,14 @@ class SideTensors(NamedTuple):
     """One end of the arena (see ``qevict_tiers.arena``).
 
     slots: uint8 ``[capacity, bytes]``. table: int32 ``[owners]``. owner: int64, references: int32,
-    ``[capacity + 1]``. count: int64 ``[]``. from_right: where its compact run begins.
+    ``[capacity + 1]``. used: int64 ``[]``, slots in use. from_right: where its compact run begins.
     """
 
     slots: torch.Tensor
     table: torch.Tensor
     owner: torch.Tensor
     references: torch.Tensor
-    count: torch.Tensor
+    used: torch.Tensor
     from_right: bool
 
 

@@ -113,7 +113,7 @@ class TritonRouting:
     ) -> None:
         sources, targets, _ = scratch.entries
         release_kernel[1,](
-            entries, length, side.table, side.owner, side.references, side.count, scratch.dead,
+            entries, length, side.table, side.owner, side.references, side.used, scratch.dead,
             sources, targets, scratch.num_moves, side.slots.shape[0], FROM_RIGHT=side.from_right,
             BLOCK=_BLOCK,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class TritonRouting:
         only_flagged: bool,
     ) -> None:
         allocate_kernel[1,](
-            entries, length, side.table, side.owner, side.references, side.count, source_table,
+            entries, length, side.table, side.owner, side.references, side.used, source_table,
             *scratch.entries, width, side.slots.shape[0], ONLY_FLAGGED=only_flagged,
             FROM_RIGHT=side.from_right, BLOCK=_BLOCK,
         )  # fmt: skip
