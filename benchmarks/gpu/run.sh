@@ -13,7 +13,8 @@ python="${PYTHON:-python3}"
 status=0
 "$python" -m pytest -q -p no:cacheprovider -W ignore -m "not slow" --import-mode=importlib \
     tests/kernels/test_triton_decode.py tests/kernels/test_triton_quantize.py \
-    tests/kernels/test_triton_extend.py tests/kernels/test_triton_flashinfer.py 2>&1 | tee "$out/gpu-tests.txt" || status=1
+    tests/kernels/test_triton_extend.py tests/kernels/test_triton_flashinfer.py \
+    tests/kernels/test_triton_events.py 2>&1 | tee "$out/gpu-tests.txt" || status=1
 "$python" benchmarks/gpu/tiered_decode.py --json "$out/gpu-tiered-decode.json" "$@" || status=1
 "$python" benchmarks/gpu/routing_events.py --json "$out/gpu-routing-events.json" || status=1
 exit "$status"
