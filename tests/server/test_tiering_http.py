@@ -208,23 +208,24 @@ def test_logprobs_are_those_of_the_greedy_tokens(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "lengths"),
+    ("flags", "lengths", "tokens"),
     [
         # Below min_context nothing is coded.
-        (("--max-total-tokens", "1200"), [250, 260, 270]),
+        (("--max-total-tokens", "1200"), [250, 260, 270], 150),
         pytest.param(
-            ("--max-total-tokens", "1900", "--context-length", "1024", *EVERYTHING_FULL),
+            ("--max-total-tokens", "2300", "--context-length", "1024", *EVERYTHING_FULL),
             [520, 530, 540],
+            300,
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_what_is_full_survives_retraction(
-    servers: ServerPool, flags: tuple[str, ...], lengths: list[int]
+    servers: ServerPool, flags: tuple[str, ...], lengths: list[int], tokens: int
 ) -> None:
     # Room for two and a half of them once they have grown, but SGLang expects them to end early.
     server = servers.get(*TIERED, *flags, "--schedule-conservativeness", "0.01")
-    asked, tokens = prompts(lengths, start=60_000), 150
+    asked = prompts(lengths, start=60_000)
     # With ignore_eos SGLang would expect each of them to use all its tokens.
     endless = {"min_new_tokens": tokens}
 
