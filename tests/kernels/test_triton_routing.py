@@ -23,7 +23,9 @@ from triton_device import DEVICE, require_device
 
 require_device()
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
+pytestmark = pytest.mark.slow
+
+on_the_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
 
 GEOMETRY = WindowGeometry(num_q_heads=2, num_kv_heads=1, head_dim=64)
 
@@ -90,6 +92,7 @@ def compare(geometry: WindowGeometry = GEOMETRY, **options: Any) -> dict[str, to
     return found
 
 
+@on_the_cpu
 @pytest.mark.parametrize("promote", Promotion)
 def test_an_event_is_what_it_is_in_torch(promote: Promotion) -> None:
     found = compare(promote=promote)
@@ -100,6 +103,7 @@ def test_an_event_is_what_it_is_in_torch(promote: Promotion) -> None:
     assert (found["PROMOTED"] > 0) == (promote is Promotion.DEQUANTIZE)
 
 
+@on_the_cpu
 @pytest.mark.parametrize("promote", Promotion)
 def test_lists_and_rows_longer_than_a_block(
     promote: Promotion, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +112,7 @@ def test_lists_and_rows_longer_than_a_block(
     compare(promote=promote, full_layers=frozenset({1}), budget=Fraction(3, 5))
 
 
+@on_the_cpu
 @pytest.mark.parametrize("promote", Promotion)
 def test_windows_that_cannot_be_coded(promote: Promotion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of some tokens have no float16: their windows are evicted, and counted."""
