@@ -22,7 +22,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert layout == "HND"
         assert workspace.dtype == torch.uint8
         self.device = workspace.device
-        self.plans = 0
 
     def plan(
         self,
@@ -46,7 +45,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert len(offsets) == len(last_page) + 1 == len(queries)
         assert offsets[-1] == len(pages)
         assert bool(((last_page >= 1) & (last_page <= page_size)).all())
-        self.plans += 1
         self._paged_kv_indices_buf = pages.to(self.device)
         self._lengths = queries.tolist(), offsets.tolist(), last_page.tolist()
         self._shape = num_qo_heads, num_kv_heads, head_dim, page_size

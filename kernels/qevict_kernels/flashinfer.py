@@ -24,6 +24,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.transfers import to_device
 from qevict_kernels.triton import TritonKernels
+from qevict_kernels.triton.extend import Chunks
 
 __all__ = ["HEAD_DIMS", "FlashInferKernels", "PairedDecode", "slots_kernel"]
 
@@ -63,32 +64,16 @@ class FlashInferKernels(TritonKernels):
         self._planned: tuple[Lengths, float, torch.dtype] | None = None
         self._is_copied: torch.cuda.Event | None = None
 
-    def extend(
-        self,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        extend_lens: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        scores: torch.Tensor | None,
-        score_starts: torch.Tensor | None,
-        whole: Lengths | None = None,
-    ) -> None:
-        """Causal attention of a chunk of new tokens per request."""
-        lengths = (rows, prefix_lens, extend_lens)
-        if whole is None or not query.shape[0] or self.is_short(query, view):
-            super().extend(query, full, coded, view, *lengths, scale, out, scores, score_starts)
-            return
-        self.check_extend(query, full, coded, view, *lengths, out, scores, score_starts)
-        self._plan(whole, scale, query.dtype)
-        self._lists.find(view, rows)
-        _, lse = self._prefill.run(query, (full.keys, full.values), out=out, return_lse=True)
-        if scores is not None and score_starts is not None:
-            self.add_scores(lse, query, full, coded, view, *lengths, scale, scores, score_starts)
+    def attend_chunks(self, chunks: Chunks, wants_lse: bool, whole: Lengths | None) -> torch.Tensor:
+        """``extend`` without scores."""
+        if whole is None or self.is_short(chunks.query, chunks.view):
+            return super().attend_chunks(chunks, wants_lse, whole)
+        self._plan(whole, chunks.scale, chunks.query.dtype)
+        self._lists.find(chunks.view, chunks.rows)
+        cache = (chunks.full.keys, chunks.full.values)
+        lse: torch.Tensor
+        _, lse = self._prefill.run(chunks.query, cache, out=chunks.out, return_lse=True)
+        return lse
 
     def _plan(self, whole: Lengths, scale: float, dtype: torch.dtype) -> None:
         """Plan for a launch, at its first layer."""
@@ -170,8 +155,8 @@ class PairedDecode:
         """``decode`` of ``AttentionKernels``, for what was planned."""
         self._lists.find(view, rows)
         _, lse = self._wrapper.run(query, (full.keys, full.values), out=out, return_lse=True)
-        self._kernels.decode_after(
-            lse, query, full, coded, view, rows, seq_lens, scale, out, scores
+        self._kernels.attend_windows(
+            query, full, coded, view, rows, seq_lens, scale, out, scores, lse, prior=True
         )
 
 

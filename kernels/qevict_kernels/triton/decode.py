@@ -747,49 +747,9 @@ class TritonDecode:
         scores: torch.Tensor | None,
     ) -> None:
         """Attention of one new token per request over its FULL and coded windows."""
-        self._attend(query, full, coded, view, rows, seq_lens, scale, out, scores)
+        self.attend_windows(query, full, coded, view, rows, seq_lens, scale, out, scores)
 
-    def decode_after(
-        self,
-        prior_lse: torch.Tensor,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        scores: torch.Tensor | None,
-    ) -> None:
-        """``decode`` where something else has attended to the FULL windows.
-
-        It has left its results in ``out`` and their log-sums (base 2) in ``prior_lse``, float32
-        ``[B, Hq]``. Of FULL windows only keys are read then, for the scores.
-        """
-        self._attend(
-            query, full, coded, view, rows, seq_lens, scale, out, scores, prior_lse, prior=True
-        )
-
-    def decode_tokens(
-        self,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """``decode`` without scores; a row may have several tokens, each with its own length.
-
-        ``lse``: float32 ``[B, Hq]``, out: logs (base 2) of the sums of weights.
-        """
-        self._attend(query, full, coded, view, rows, seq_lens, scale, out, None, lse)
-
-    def _attend(
+    def attend_windows(
         self,
         query: torch.Tensor,
         full: FullArena,
@@ -803,7 +763,13 @@ class TritonDecode:
         lse: torch.Tensor | None = None,
         prior: bool = False,
     ) -> None:
-        """Both launches. ``lse`` is read where ``prior``, else written."""
+        """``decode`` with the logs (base 2) of the sums of weights, ``lse`` float32 ``[B, Hq]``.
+
+        They are left there. Or, with ``prior``, something else has attended to the FULL windows: it
+        has left its results in ``out`` and its logs in ``lse``, and of FULL windows only keys are
+        read, for the scores. Without ``scores`` a row may have several tokens, each with its own
+        length.
+        """
         g = self.geometry
         batch, columns = query.shape[0], view.windows.shape[1]
         check_stores(g, full, coded, self._bases.device.type)

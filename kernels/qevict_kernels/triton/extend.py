@@ -34,6 +34,7 @@ pass each token tile reads the keys, once.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,7 @@ from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.records import load_codes, load_params
 
 __all__ = [
+    "Chunks",
     "TritonExtend",
     "attend_options",
     "extend_kernel",
@@ -65,8 +67,25 @@ _LIST_BLOCK = tl.constexpr(1024)
 """Entries of a list that are looked at at a time."""
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """What ``extend`` is given to attend with; see ``interface``."""
+
+    query: torch.Tensor
+    full: FullArena
+    coded: torch.Tensor
+    view: LayerView
+    rows: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    scale: float
+    out: torch.Tensor
+
+
 class TritonExtend:
     """``extend`` of ``AttentionKernels``; see ``interface``.
+
+    Subclasses may attend to some chunks otherwise (``attend_chunks``).
 
     ``_cos_sin``: the rotary table, contiguous, on the device of the arenas.
     """
@@ -91,106 +110,87 @@ class TritonExtend:
         whole: Lengths | None = None,
     ) -> None:
         """Causal attention of a chunk of new tokens per request."""
-        geometry, batch, num_tokens = self.geometry, rows.shape[0], query.shape[0]
-        cos_sin = self._cos_sin
-        self.check_extend(
-            query, full, coded, view, rows, prefix_lens, extend_lens, out, scores, score_starts
-        )
-        if not num_tokens:
+        chunks = Chunks(query, full, coded, view, rows, prefix_lens, extend_lens, scale, out)
+        self._check(chunks, scores, score_starts)
+        if not query.shape[0]:
             return
-        scale_log2 = scale / math.log(2)
-        is_scored = scores is not None and score_starts is not None
+        if scores is None or score_starts is None:
+            self.attend_chunks(chunks, False, whole)
+        else:
+            lse = self.attend_chunks(chunks, True, whole)
+            self._add_scores(chunks, lse, scores, score_starts)
+
+    def attend_chunks(self, chunks: Chunks, wants_lse: bool, whole: Lengths | None) -> torch.Tensor:
+        """``extend`` without scores, for at least one token.
+
+        Returns the logs (base 2) of the sums of weights, float32 ``[T, Hq]``; anything unless
+        ``wants_lse``.
+        """
+        geometry, view, query, out = self.geometry, chunks.view, chunks.query, chunks.out
+        batch, num_tokens = chunks.rows.shape[0], query.shape[0]
         lse = torch.empty(
-            (num_tokens, geometry.num_q_heads) if is_scored else 1,
+            (num_tokens, geometry.num_q_heads) if wants_lse else 1,
             dtype=torch.float32,
             device=query.device,
         )
-        options = attend_options(geometry, self.rotary, _architecture(cos_sin.device))
+        options = attend_options(geometry, self.rotary, _architecture(self._cos_sin.device))
         tile_tokens = options["BLOCK_M"] // geometry.group_size
         # Each request has at most one tile that is not full.
         num_tiles = num_tokens // tile_tokens + min(batch, num_tokens)
         extend_kernel[num_tiles, geometry.num_kv_heads](
-            query, full.keys, full.values, coded, cos_sin, out, lse,
+            query, chunks.full.keys, chunks.full.values, chunks.coded, self._cos_sin, out, lse,
             view.page_table, view.full_slot, view.coded_slot, view.windows, view.num_full,
-            view.num_coded, rows, prefix_lens, extend_lens, scale_log2,
-            batch, view.windows.shape[1], query.stride(0), out.stride(0), full.keys.stride(0),
-            view.page_table.stride(0), view.windows.stride(0),
-            HAS_LSE=is_scored, **options,
+            view.num_coded, chunks.rows, chunks.prefix_lens, chunks.extend_lens,
+            chunks.scale / math.log(2), batch, view.windows.shape[1], query.stride(0),
+            out.stride(0), chunks.full.keys.stride(0), view.page_table.stride(0),
+            view.windows.stride(0), HAS_LSE=wants_lse, **options,
         )  # fmt: skip
-        if scores is not None and score_starts is not None:
-            self.add_scores(
-                lse, query, full, coded, view, rows, prefix_lens, extend_lens, scale, scores,
-                score_starts,
-            )  # fmt: skip
+        return lse
 
-    def check_extend(
-        self,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        extend_lens: torch.Tensor,
-        out: torch.Tensor,
-        scores: torch.Tensor | None,
-        score_starts: torch.Tensor | None,
-    ) -> None:
-        """Raise ``ValueError`` for tensors that ``extend`` can't take."""
-        g, batch = self.geometry, rows.shape[0]
-        check_stores(g, full, coded, self._cos_sin.device.type)
-        for name, tensor in (("query", query), ("out", out)):
-            check_heads(name, tensor, query.shape[0], g.num_q_heads, g.head_dim, full.keys.dtype)
-        check_view(view, scores)
-        check("rows", rows, (torch.int64,), (batch,))
-        check("prefix_lens", prefix_lens, LENGTHS, (batch,))
-        check("extend_lens", extend_lens, LENGTHS, (batch,))
-        if score_starts is not None:
-            check("score_starts", score_starts, LENGTHS, (batch,))
-
-    def tokens(
-        self,
-        count: int,
-        rows: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        extend_lens: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row of each of ``count`` new tokens, and what it sees, itself included: int64."""
+    def tokens(self, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each new token, and how many tokens it sees, itself included: int64 ``[T]``."""
+        rows, count = chunks.rows, chunks.query.shape[0]
         # Two, since compiled kernels depend on whether a tensor begins at a multiple of 16 bytes.
         token_rows, token_lens = (rows.new_empty(count, dtype=torch.int64) for _ in range(2))
         tokens_kernel[rows.shape[0],](
-            token_rows, token_lens, rows, prefix_lens, extend_lens, BLOCK=128
+            token_rows, token_lens, rows, chunks.prefix_lens, chunks.extend_lens, BLOCK=128
         )
         return token_rows, token_lens
 
-    def add_scores(
+    def _check(
+        self, chunks: Chunks, scores: torch.Tensor | None, score_starts: torch.Tensor | None
+    ) -> None:
+        """Raise ``ValueError`` for tensors that ``extend`` can't take."""
+        g, full, batch = self.geometry, chunks.full, chunks.rows.shape[0]
+        check_stores(g, full, chunks.coded, self._cos_sin.device.type)
+        shape = chunks.query.shape[0], g.num_q_heads, g.head_dim
+        for name, tensor in (("query", chunks.query), ("out", chunks.out)):
+            check_heads(name, tensor, *shape, full.keys.dtype)
+        check_view(chunks.view, scores)
+        check("rows", chunks.rows, (torch.int64,), (batch,))
+        check("prefix_lens", chunks.prefix_lens, LENGTHS, (batch,))
+        check("extend_lens", chunks.extend_lens, LENGTHS, (batch,))
+        if score_starts is not None:
+            check("score_starts", score_starts, LENGTHS, (batch,))
+
+    def _add_scores(
         self,
+        chunks: Chunks,
         lse: torch.Tensor,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        extend_lens: torch.Tensor,
-        scale: float,
         scores: torch.Tensor,
         score_starts: torch.Tensor,
     ) -> None:
-        """The part of ``extend`` that adds attention mass to ``scores``.
-
-        ``lse``: float32 ``[T, Hq]``, base 2, what attention has left.
-        """
-        geometry = self.geometry
+        """Add attention mass to ``scores``; ``lse``: what ``attend_chunks`` has left."""
+        geometry, view, full = self.geometry, chunks.view, chunks.full
         options = score_options(geometry, self.rotary)
         num_blocks = triton.cdiv(view.windows.shape[1] * geometry.window, options["BLOCK_N"]) + 1
-        score_kernel[num_blocks, rows.shape[0]](
-            query, full.keys, coded, self._cos_sin, lse, scores,
+        score_kernel[num_blocks, chunks.rows.shape[0]](
+            chunks.query, full.keys, chunks.coded, self._cos_sin, lse, scores,
             view.page_table, view.full_slot, view.coded_slot, view.windows, view.num_full,
-            view.num_coded, rows, prefix_lens, extend_lens, score_starts, scale / math.log(2),
-            view.windows.shape[1], query.stride(0), full.keys.stride(0),
-            view.page_table.stride(0), view.windows.stride(0), scores.stride(0),
-            **options,
+            view.num_coded, chunks.rows, chunks.prefix_lens, chunks.extend_lens, score_starts,
+            chunks.scale / math.log(2), view.windows.shape[1], chunks.query.stride(0),
+            full.keys.stride(0), view.page_table.stride(0), view.windows.stride(0),
+            scores.stride(0), **options,
         )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from qevict_kernels.interface import FullArena, LayerView, Lengths
+from qevict_kernels.interface import LayerView, Lengths
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton.codes import Spec
 from qevict_kernels.triton.decode import MAX_SPLITS, TILE, TritonDecode
-from qevict_kernels.triton.extend import TritonExtend
+from qevict_kernels.triton.extend import Chunks, TritonExtend
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
 from qevict_kernels.triton.routing import TritonRouting
@@ -64,39 +64,20 @@ class TritonKernels(TritonMemory, TritonCodes, TritonDecode, TritonExtend, Trito
     def is_short(self, query: torch.Tensor, view: LayerView) -> bool:
         """Whether ``extend`` of these queries attends token by token."""
         batch, columns = self.reserved
-        fits = query.shape[0] <= min(SHORT_TOKENS, batch) and view.windows.shape[1] <= columns
-        return fits and query.shape[0] > 0
+        return query.shape[0] <= min(SHORT_TOKENS, batch) and view.windows.shape[1] <= columns
 
-    def extend(
-        self,
-        query: torch.Tensor,
-        full: FullArena,
-        coded: torch.Tensor,
-        view: LayerView,
-        rows: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        extend_lens: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        scores: torch.Tensor | None,
-        score_starts: torch.Tensor | None,
-        whole: Lengths | None = None,
-    ) -> None:
-        """Causal attention of a chunk of new tokens per request.
+    def attend_chunks(self, chunks: Chunks, wants_lse: bool, whole: Lengths | None) -> torch.Tensor:
+        """``extend`` without scores.
 
         A few new tokens over a long context, such as a question about a text that is reused, give
         too few tiles of queries to fill a GPU. Each is decoded for itself then, which divides the
         context. Only as far as ``reserve`` has made room.
         """
-        lengths = (rows, prefix_lens, extend_lens)
-        if not self.is_short(query, view):
-            super().extend(
-                query, full, coded, view, *lengths, scale, out, scores, score_starts, whole
-            )
-            return
-        self.check_extend(query, full, coded, view, *lengths, out, scores, score_starts)
-        token_rows, token_lens = self.tokens(query.shape[0], *lengths)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self.decode_tokens(query, full, coded, view, token_rows, token_lens, scale, out, lse)
-        if scores is not None and score_starts is not None:
-            self.add_scores(lse, query, full, coded, view, *lengths, scale, scores, score_starts)
+        if not self.is_short(chunks.query, chunks.view):
+            return super().attend_chunks(chunks, wants_lse, whole)
+        lse = chunks.query.new_empty(chunks.query.shape[:2], dtype=torch.float32)
+        self.attend_windows(
+            chunks.query, chunks.full, chunks.coded, chunks.view, *self.tokens(chunks),
+            chunks.scale, chunks.out, None, lse,
+        )  # fmt: skip
+        return lse

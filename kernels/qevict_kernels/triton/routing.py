@@ -157,6 +157,22 @@ def _candidate(tier, window, start, end, shared):
 
 
 @triton.jit
+def _entry(owner, place, flag):
+    """An entry of a list, see the module."""
+    return (owner << 32) | (place << 1) | flag.to(tl.int64)
+
+
+@triton.jit
+def _owner_of(entry):
+    return entry >> 32
+
+
+@triton.jit
+def _place_of(entry):
+    return (entry & 0xFFFFFFFF) >> 1
+
+
+@triton.jit
 def _append(entries, length, entry, mask):
     """Append the masked entries to a list."""
     taken = mask.to(tl.int32)
@@ -273,9 +289,8 @@ def rank_kernel(
         goes = holds & (now == EVICTED) & ~keeps
         leaves = there & (was == FULL) & (now != FULL)
         made = leaves & ~holds & ((now == CODED) | keeps)
-        _append(gone, num_gone, owner << 32, goes)
-        entry = (owner << 32) | ((here + window) << 1) | made.to(tl.int64)
-        _append(left, num_left, entry, leaves)
+        _append(gone, num_gone, _entry(owner, here + window, goes), goes)
+        _append(left, num_left, _entry(owner, here + window, made), leaves)
         to_coded = leaves & (now == CODED)
         ranked += tl.sum(((was == FULL) | (was == CODED)).to(tl.int64), axis=0)
         demoted += tl.sum(to_coded.to(tl.int64), axis=0)
@@ -321,7 +336,7 @@ def release_kernel(
     n = tl.load(length)
     for first in range(0, n, BLOCK):
         there = first + each < n
-        owner = tl.load(entries + first + each, mask=there, other=0) >> 32
+        owner = _owner_of(tl.load(entries + first + each, mask=there, other=0))
         position = _flip(tl.load(table + owner, mask=there, other=0), capacity, FROM_RIGHT)
         tl.atomic_add(references + position, -1, mask=there)
     tl.debug_barrier()
@@ -329,7 +344,7 @@ def release_kernel(
     num_dead = tl.zeros((), tl.int32)
     for first in range(0, n, BLOCK):
         there = first + each < n
-        owner = tl.load(entries + first + each, mask=there, other=0) >> 32
+        owner = _owner_of(tl.load(entries + first + each, mask=there, other=0))
         slot = tl.load(table + owner, mask=there, other=-1)
         # The entry after the last slot is nobody's.
         position = tl.where(there & (slot >= 0), _flip(slot, capacity, FROM_RIGHT), capacity)
@@ -343,7 +358,7 @@ def release_kernel(
     tl.debug_barrier()
     for first in range(0, n, BLOCK):
         there = first + each < n
-        owner = tl.load(entries + first + each, mask=there, other=0) >> 32
+        owner = _owner_of(tl.load(entries + first + each, mask=there, other=0))
         slot = tl.load(table + owner, mask=there, other=-1)
         position = _flip(slot, capacity, FROM_RIGHT)
         held = tl.load(references + position, mask=there & (slot >= 0), other=1)
@@ -406,7 +421,7 @@ def allocate_kernel(
         there = index < n
         entry = tl.load(entries + index, mask=there, other=0)
         chosen = there & (((entry & 1) == 1) if ONLY_FLAGGED else there)
-        owner = entry >> 32
+        owner = _owner_of(entry)
         position = base + tl.cumsum(chosen.to(tl.int64), axis=0) - 1
         slot = _flip(position, capacity, FROM_RIGHT).to(tl.int32)
         tl.store(owners + position, owner, mask=chosen)
@@ -415,8 +430,8 @@ def allocate_kernel(
         source = tl.load(source_table + owner, mask=chosen, other=-1)
         tl.store(sources + index, source, mask=there)
         tl.store(targets + index, slot, mask=there)
-        place = (entry & 0xFFFFFFFF) >> 1
-        tl.store(windows + index, (place % width).to(tl.int32), mask=there)
+        window = (_place_of(entry) % width).to(tl.int32)
+        tl.store(windows + index, window, mask=there)
         base += tl.sum(chosen.to(tl.int64), axis=0)
     tl.store(count, base)
 
@@ -440,14 +455,14 @@ def refuse_kernel(
         there = index < n
         bad = there & (tl.load(refused + index, mask=there, other=0) != 0)
         entry = tl.load(entries + index, mask=there, other=0)
-        place = (entry & 0xFFFFFFFF) >> 1
+        place = _place_of(entry)
         was_to_be_coded = bad & (tl.load(after + place, mask=bad, other=0) == CODED)
         tl.store(after + place, tl.zeros_like(place).to(tl.uint8) + EVICTED, mask=was_to_be_coded)
         taken = bad.to(tl.int32)
         tl.store(gone + num_bad + tl.cumsum(taken, axis=0) - 1, entry, mask=bad)
         num_bad += tl.sum(taken, axis=0)
         from_coded += tl.sum(was_to_be_coded.to(tl.int64), axis=0)
-        layer = tl.where(bad, (entry >> 32) // pages_per_layer, -1)
+        layer = tl.where(bad, _owner_of(entry) // pages_per_layer, -1)
         last_layer = tl.maximum(last_layer, tl.max(layer, axis=0))
     tl.store(num_gone, num_bad)
     tl.store(refused_layer, tl.maximum(tl.load(refused_layer), last_layer))
@@ -502,7 +517,7 @@ def finish_kernel(
         page = tl.load(page_table + row * page_stride + window, mask=there, other=0).to(tl.int64)
         owner = (first_layer + layer).to(tl.int64) * pages_per_layer + page
         rises = is_full & (was == CODED)
-        _append(raised, num_raised, (owner << 32) | ((here + window) << 1) | 1, rises)
+        _append(raised, num_raised, _entry(owner, here + window, rises), rises)
         tl.store(tiers + own + window, now, mask=there)
         rank = tl.load(below + here + window, mask=there, other=0)
         tl.store(outranked + own + window, rank, mask=there)
