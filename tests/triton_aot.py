@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["SHARED", "compiled", "resources", "tool"]
+__all__ = ["SHARED", "compiled", "is_without_spills", "resources", "tool"]
 
 # Bytes of shared memory that a program may have.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -61,3 +61,8 @@ def resources(cubin: Path) -> dict[str, int]:
     """Registers, and bytes of stack, local and shared memory, of a compiled kernel."""
     listing = tool("cuobjdump", "-res-usage", str(cubin))
     return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", listing)}
+
+
+def is_without_spills(found: dict[str, int]) -> bool:
+    """No stack, or a few bytes that are no lack of registers: those were given for occupancy."""
+    return found["STACK"] == 0 or (found["STACK"] <= 32 and found["REG"] <= 128)

@@ -15,7 +15,7 @@ import pytest
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.triton.codes import Spec
 from qevict_kernels.triton.decode import attend, attend_options, merge, merge_options
-from triton_aot import SHARED, compiled, resources, tool
+from triton_aot import SHARED, compiled, is_without_spills, resources, tool
 from triton_device import IS_INTERPRETED
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted kernels are not compiled")
@@ -78,7 +78,7 @@ def check(
             arch, kernel.fn.__name__, found, [len(loop) for loop in loops], binary.metadata.shared
         )
         assert found["LOCAL"] == 0
-        assert found["STACK"] <= MOST_STACK if num_loops else found["STACK"] == 0
+        assert found["STACK"] <= MOST_STACK if num_loops else is_without_spills(found)
         assert binary.metadata.shared <= SHARED[arch]
         # The assembler may make more, of what goes into a loop or comes out of it.
         assert len(loops) >= num_loops
@@ -112,7 +112,7 @@ def test_decode_after_another_kernel_compiles(arch: int, tmp_path: Path) -> None
         (LLAMA, {}),
         (WindowGeometry(9, 3, 64), {}),
         (WindowGeometry(28, 4, 128, 8, 4, 2, FP16), {"half": "fp16", "most_local": 0.02}),
-        (WindowGeometry(64, 4, 128), {"most_local": 0.035}),
+        (WindowGeometry(64, 4, 128), {"most_local": 0.045}),
         (WindowGeometry(32, 8, 128, 16, 4, 4), {"rotary_dim": 64, "is_neox": False}),
         (WindowGeometry(8, 8, 64, 32, 2, 4, FP16), {"rotary_dim": 32}),
         (WindowGeometry(32, 32, 80, 4, 2, 2), {"rotary_dim": 32}),

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 FEW = [10, 29, 200, 600, 1200, 2500]
 MANY = [10, 15, 22, 33, 48, 64, 90, 130, 190, 280, 400, 511, 512, 700, 1000, 1500, 2200, 3300, 4500,
         6000]  # fmt: skip
-FEW_SHORT = [7, 8, 20, 29, 200, 450]
 MANY_SHORT = [1, 7, 8, 9, 10, 16, 20, 25, 29, 40, 64, 90, 128, 160, 200, 256, 300, 360, 420, 479]
 
 
@@ -111,7 +110,6 @@ def _answers(server: Server, asked: list[list[int]], tokens: int) -> list[Answer
     [
         pytest.param(EVERYTHING_FULL, FEW, id="budget-1-few"),
         pytest.param(EVERYTHING_FULL, MANY, id="budget-1-many", marks=pytest.mark.slow),
-        pytest.param((), FEW_SHORT, id="below-min-context-few", marks=pytest.mark.slow),
         pytest.param((), MANY_SHORT, id="below-min-context-many", marks=pytest.mark.slow),
     ],
 )
