@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-qevict",
-        description="Fetch the embedded model, or check this machine; "
-        "`sglang serve` starts the server.",
+        description="Fetch the embedded model, check this machine, or see what tiers would do "
+        "to a text; `sglang serve` starts the server.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -54,6 +54,42 @@ def _parser() -> argparse.ArgumentParser:
         help="flags of a server, as for `sglang serve`: tell what it would refuse",
     )
     doctor.set_defaults(run=_doctor, hint=" (flags of a server go after --)")
+
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="measure on a text what tiers would keep of a model's attention",
+        description="Records the model's true attention on a text, lets each policy of the QEvict "
+        "paper choose windows by it, and writes tables, plots and a page.",
+    )
+    diagnose.add_argument(
+        "--model", help=f"directory or name of a model (default: the embedded {MODEL_NAME})"
+    )
+    diagnose.add_argument(
+        "--text", type=Path, help="file of text (default: a part of Python's language reference)"
+    )
+    diagnose.add_argument(
+        "--prompt", type=int, default=512, metavar="TOKENS", help="first tokens (default: 512)"
+    )
+    diagnose.add_argument(
+        "--steps",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="tokens after them, taken as decoded one by one (default: 256)",
+    )
+    diagnose.add_argument(
+        "--out",
+        type=Path,
+        default=Path("qevict-diagnosis"),
+        help="directory of the report (default: ./qevict-diagnosis)",
+    )
+    diagnose.add_argument(
+        "tiering_flags",
+        nargs="*",
+        metavar="-- flags",
+        help="--kv-tiering-* flags of a server: the options of the policies",
+    )
+    diagnose.set_defaults(run=_diagnose, hint=" (--kv-tiering-* flags go after --)")
     return parser
 
 
@@ -76,6 +112,18 @@ def _doctor(args: argparse.Namespace) -> int:
     for level, subject, detail in findings:
         print(f"{level.value:<8} {subject:<{width}}  {detail}")
     return int(any(finding.level.prevents_serving for finding in findings))
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    from sglang_qevict.diagnose import Problem, run
+
+    try:
+        page = run(args.model, args.text, args.prompt, args.steps, args.out, args.tiering_flags)
+    except (Problem, ModelError) as problem:
+        print(f"sglang-qevict: {problem}", file=sys.stderr)
+        return 1
+    print(page)
+    return 0
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from rich.text import Text
 from sglang_qevict.foreign_load import ForeignLoad
 from sglang_qevict.local_server import Server, ServerFailed
 from sglang_qevict.models import fetch_model
+from sglang_qevict.sample_text import long_text
 
 __all__ = ["main"]
 
@@ -43,9 +44,6 @@ _FLAGS = (
     *("--random-seed", "0"),
     "--enable-cache-report",
 )
-_TOPICS = ("for", "while", "if", "try", "with", "raise", "return", "lambda", "assert")
-"""Python's help topics that make the text, about 5,500 tokens."""
-
 _QUESTIONS = (
     "In one sentence: what does the `with` statement do?",
     "What is a lambda expression?",
@@ -121,13 +119,6 @@ class Observer:
                 report = info["internal_states"][0].get("kv_tiering")
                 if report and sum(report["layers"]["coded"]):
                     self.latest = report
-
-
-def long_text() -> str:
-    """Real prose: chapters of Python's language reference, as Python carries them."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in _TOPICS)
 
 
 def ask(server: Server, messages: Sequence[Mapping[str, str]]) -> Answer:

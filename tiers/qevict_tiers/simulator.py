@@ -133,6 +133,22 @@ class Recording:
         """Position of the first query."""
         return self.total_tokens - self.mass.shape[1]
 
+    def by_window(self, start: int, end: int, window: int, num_windows: int) -> torch.Tensor:
+        """What the queries at positions ``start`` to ``end - 1`` give to each window.
+
+        Returns float32 ``[L, end - start, num_windows]``. Raises ``ValueError`` for queries that
+        were not recorded.
+        """
+        if not self.first_query <= start <= end <= self.total_tokens:
+            raise ValueError(
+                f"queries {start} to {end - 1} were asked for, but the recording has "
+                f"{self.first_query} to {self.total_tokens - 1}"
+            )
+        mass = self.mass[:, start - self.first_query : end - self.first_query].float()
+        missing = num_windows * window - self.total_tokens
+        padded = torch.nn.functional.pad(mass, (0, missing))
+        return padded.view(*mass.shape[:2], num_windows, window).sum(-1)
+
 
 class Event(NamedTuple):
     """One routing event, over the ``N`` windows that hold the request's tokens then.
@@ -230,10 +246,9 @@ class _View:
 
     def gather(self, position: int) -> None:
         """Add to the scores what the query at a position gives to visible windows."""
-        mass = self.recording.mass[:, position - self.recording.first_query].float()
-        padding = self.scores.shape[1] * self.budget.config.window - mass.shape[1]
-        by_window = torch.nn.functional.pad(mass, (0, padding)).view(*self.scores.shape, -1).sum(-1)
-        seen = by_window.masked_fill(self.tiers == Tier.EVICTED, 0.0)
+        window, count = self.budget.config.window, self.scores.shape[1]
+        mass = self.recording.by_window(position, position + 1, window, count)[:, 0]
+        seen = mass.masked_fill(self.tiers == Tier.EVICTED, 0.0)
         if self.renormalize:
             total = seen.sum(-1, keepdim=True)
             seen /= total.masked_fill(total == 0, 1.0)
