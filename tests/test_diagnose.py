@@ -15,43 +15,42 @@ from qevict_tiers.config import TieringConfig
 from qevict_tiers.diagnostics import Place
 from sglang_qevict import cli
 from sglang_qevict.diagnose.policies import Summary, diagnose, policies
-from sglang_qevict.diagnose.recording import Problem, Recorder
+from sglang_qevict.diagnose.recording import record
 from sglang_qevict.diagnose.report import observations
 from sglang_qevict.models import fetch_model
+from sglang_qevict.offline import OfflineModel, Text
 from sglang_qevict.sample_text import long_text
 
 PROMPT, STEPS = 200, 40
 
 
 @pytest.fixture(scope="module")
-def recorder() -> Recorder:
-    return Recorder(fetch_model(progress=False))
+def model() -> OfflineModel:
+    return OfflineModel(fetch_model(progress=False))
 
 
 @pytest.fixture(scope="module")
-def tokens(recorder: Recorder) -> list[int]:
-    return recorder.tokenize(long_text())[: PROMPT + STEPS]
+def text(model: OfflineModel) -> Text:
+    return Text(model.tokenize(long_text())[: PROMPT + STEPS], PROMPT)
 
 
-def test_what_is_recorded_is_the_models_own_attention(
-    recorder: Recorder, tokens: list[int]
-) -> None:
-    recording = recorder.record(tokens, PROMPT, 60)
-    model = AutoModelForCausalLM.from_pretrained(
+def test_what_is_recorded_is_the_models_own_attention(model: OfflineModel, text: Text) -> None:
+    recording = record(model, text, 60)
+    eager = AutoModelForCausalLM.from_pretrained(
         fetch_model(progress=False), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        found = model(torch.tensor([tokens]), output_attentions=True).attentions
+        found = eager(torch.tensor([text.tokens]), output_attentions=True).attentions
     expected = torch.stack([layer[0].mean(0)[-60:] for layer in found])
     torch.testing.assert_close(recording.mass, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_policies_keep_no_more_than_the_bytes_and_see_all_attention(
-    recorder: Recorder, tokens: list[int]
+    model: OfflineModel, text: Text
 ) -> None:
     config = TieringConfig(budget=Fraction(1, 2), min_context=195)
-    chosen = policies(config, recorder.geometry, recorder.num_layers, PROMPT)
-    recording = recorder.record(tokens, PROMPT, 32 + STEPS)
+    chosen = policies(config, model.geometry, model.num_layers, PROMPT)
+    recording = record(model, text, 32 + STEPS)
     outcomes = {outcome.policy.name: outcome for outcome in diagnose(recording, chosen)}
     assert list(outcomes) == ["R1", "R2", "R3", "R3 off", "R4"]
     for name, outcome in outcomes.items():
@@ -116,6 +115,7 @@ def test_a_report_has_tables_plots_and_a_page(
     [
         (["--prompt", "9000"], "the text has 5"),
         (["--steps", "0"], "--steps 1 or more"),
+        (["--model", "/nowhere"], "/nowhere can't be loaded as a model"),
         (["--text", "/nowhere"], "/nowhere can't be read as text"),
         (["--", "--kv-tiering-window", "5"], "--kv-tiering-window must be one of 4, 8, 16, 32"),
         (["--", "--kv-tiering-budget", "0.01"], "raise --kv-tiering-budget"),
@@ -132,8 +132,3 @@ def test_what_a_user_can_mend_is_one_sentence(
     assert message in told.err
     assert told.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Problem, match="can't be loaded as a model"):
-        Recorder(tmp_path)

@@ -13,7 +13,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.config import TieringConfig
 from sglang_qevict.models import fetch_model
-from teacher_forcing import TeacherForcing, divergence, production_kernels
+from sglang_qevict.offline import OfflineModel, Text, divergence, production_kernels
 
 PROMPT, FORCED = 520, 48
 TOPICS = ("formatstrings", "typesseq", "import")
@@ -26,38 +26,38 @@ EXACT_KL_BOUND = 1e-3
 
 
 @pytest.fixture(scope="module")
-def model() -> TeacherForcing:
-    return TeacherForcing(fetch_model(progress=False))
+def model() -> OfflineModel:
+    return OfflineModel(fetch_model(progress=False))
 
 
-def tokens_of(model: TeacherForcing, topic: str) -> list[int]:
-    text = pydoc_data.topics.topics[topic]
-    return list(model.tokenizer(text)["input_ids"][: PROMPT + FORCED])
+def text_of(model: OfflineModel, topic: str) -> Text:
+    return Text(model.tokenize(pydoc_data.topics.topics[topic])[: PROMPT + FORCED], PROMPT)
 
 
-def test_kl_to_the_full_model_is_within_the_published_bound(model: TeacherForcing) -> None:
+def test_kl_to_the_full_model_is_within_the_published_bound(model: OfflineModel) -> None:
+    texts = [text_of(model, topic) for topic in TOPICS]
     results = []
-    for topic in TOPICS:
-        tokens = tokens_of(model, topic)
-        full = model.full_logits(tokens, PROMPT)
-        tiered = divergence(full, model.tiered_logits(tokens, PROMPT, TieringConfig()))
+    for topic, text, logits in zip(
+        TOPICS, texts, model.tiered_logits(texts, TieringConfig()), strict=True
+    ):
+        tiered = divergence(model.full_logits(text), logits)
         results.append(tiered)
-        print(f"{topic}: KL {tiered[0]:.4f} nats, top-1 {tiered[1]:.3f}")
+        print(f"{topic}: KL {tiered.kl:.4f} nats, top-1 {tiered.top1:.3f}")
     mean = sum(kl for kl, _ in results) / len(results)
     print(f"mean KL {mean:.4f}, bound {MEAN_KL_BOUND:.4f}")
     assert mean < MEAN_KL_BOUND
 
 
-def test_a_budget_of_one_leaves_the_model_as_it_is(model: TeacherForcing) -> None:
-    tokens = tokens_of(model, TOPICS[0])
-    full = model.full_logits(tokens, PROMPT)
+def test_a_budget_of_one_leaves_the_model_as_it_is(model: OfflineModel) -> None:
+    text = text_of(model, TOPICS[0])
+    full = model.full_logits(text)
     config = TieringConfig(budget=Fraction(1), quant_fraction=Fraction(0))
-    kl, agreement = divergence(full, model.tiered_logits(tokens, PROMPT, config))
+    kl, agreement = divergence(full, model.tiered_logits([text], config)[0])
     assert kl < EXACT_KL_BOUND
     assert agreement == 1.0
 
 
-def test_wrong_codes_cannot_hide_behind_the_bound(model: TeacherForcing) -> None:
+def test_wrong_codes_cannot_hide_behind_the_bound(model: OfflineModel) -> None:
     """The same measure with every value scale doubled is far outside the bound."""
 
     def spoiled(geometry: WindowGeometry, rotary: RotaryTable) -> AttentionKernels:
@@ -76,8 +76,8 @@ def test_wrong_codes_cannot_hide_behind_the_bound(model: TeacherForcing) -> None
         kernels.quantize = spoil
         return kernels
 
-    tokens = tokens_of(model, TOPICS[0])
-    full = model.full_logits(tokens, PROMPT)
-    kl, _ = divergence(full, model.tiered_logits(tokens, PROMPT, TieringConfig(), spoiled))
+    text = text_of(model, TOPICS[0])
+    full = model.full_logits(text)
+    kl, _ = divergence(full, model.tiered_logits([text], TieringConfig(), spoiled)[0])
     print(f"KL with doubled value scales: {kl:.3f}")
     assert kl > MEAN_KL_BOUND

@@ -12,12 +12,17 @@ from rich.progress import Progress
 
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores, TieringConfig
 from sglang_qevict.diagnose.policies import diagnose, policies
-from sglang_qevict.diagnose.recording import Problem, Recorder
+from sglang_qevict.diagnose.recording import record
 from sglang_qevict.flags import add_flags, config_from
 from sglang_qevict.models import MODEL_NAME, fetch_model
+from sglang_qevict.offline import OfflineModel, Text
 from sglang_qevict.sample_text import long_text
 
 __all__ = ["Problem", "run"]
+
+
+class Problem(Exception):
+    """What a user can mend, in a sentence."""
 
 
 def run(
@@ -44,26 +49,29 @@ def run(
         raise Problem(f"--prompt must be 2 or more and --steps 1 or more, got {prompt}, {steps}")
     config = _config(flags)
     words = _read(text)
-    recorder = Recorder(model or fetch_model())
-    tokens = recorder.tokenize(words)
+    offline = _load(model or fetch_model())
+    tokens = offline.tokenize(words)
     if len(tokens) < prompt + steps:
         raise Problem(
             f"the text has {len(tokens)} tokens, but --prompt {prompt} --steps {steps} takes "
             f"{prompt + steps}: lower them, or name a longer text"
         )
+    request = Text(tokens[: prompt + steps], prompt)
+    span = prompt if config.prefill_scores is PrefillScores.ALL else SCORING_SPAN_TOKENS
     try:
-        chosen = policies(config, recorder.geometry, recorder.num_layers, prompt)
+        chosen = policies(config, offline.geometry, offline.num_layers, prompt)
     except ValueError as error:
         raise Problem(str(error)) from None
-    span = prompt if config.prefill_scores is PrefillScores.ALL else SCORING_SPAN_TOKENS
-    queries = min(prompt, span) + steps
+    outcomes = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("attention", total=recorder.num_layers)
-        recording = recorder.record(
-            tokens[: prompt + steps], prompt, queries, lambda: progress.advance(task)
-        )
+        task = progress.add_task("attention", total=offline.num_layers)
+        try:
+            recording = record(
+                offline, request, min(prompt, span) + steps, lambda: progress.advance(task)
+            )
+        except ValueError as error:
+            raise Problem(str(error)) from None
         task = progress.add_task("policies", total=len(chosen))
-        outcomes = []
         for outcome in diagnose(recording, chosen):
             outcomes.append(outcome)
             progress.advance(task)
@@ -94,6 +102,14 @@ def _config(flags: Sequence[str]) -> TieringConfig:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Problem(message)
+
+
+def _load(model: Path | str) -> OfflineModel:
+    try:
+        return OfflineModel(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise Problem(f"{model} can't be loaded as a model: {reason}") from None
 
 
 def _read(text: Path | None) -> str:

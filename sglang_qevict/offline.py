@@ -1,0 +1,283 @@
+"""A model of transformers that attends in tiers, fed with given tokens: no server, no sampling.
+
+A server can't be told which tokens it must have generated; this can. So the logits of a tiered
+model and of the full one are compared token by token on the same text. Claims, routing, arenas
+and kernels are those that serve; what is left out is SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
+
+from qevict_kernels import make_kernels
+from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.rope import RotaryTable
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import TieringConfig
+from qevict_tiers.manager import TierManager
+from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.state import TieringState
+
+__all__ = ["Divergence", "OfflineModel", "Text", "divergence", "production_kernels"]
+
+_ATTENTION = "qevict_offline"
+_NOT_PLAIN = ("sliding_window", "softcap", "s_aux")
+
+MakeKernels = Callable[[WindowGeometry, RotaryTable], Any]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def production_kernels(geometry: WindowGeometry, rotary: RotaryTable) -> Any:
+    """What a server on this machine's CPU would use."""
+    return make_kernels(geometry, rotary, torch.device("cpu"))
+
+
+class Text(NamedTuple):
+    """Tokens of which the first ``prompt`` are the prompt and the others are decoded."""
+
+    tokens: Sequence[int]
+    prompt: int
+
+
+class OfflineModel:
+    """One model on the CPU, full or tiered.
+
+    ``dtype``: of weights and activations. Tiers hold bfloat16, as a server's do.
+
+    Raises ``OSError`` or ``ValueError`` for what is no model that transformers can load.
+    """
+
+    def __init__(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
+        disable_progress_bar()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with attention."""
+        return int(self.model.config.num_hidden_layers)
+
+    def geometry(self, **code: Any) -> WindowGeometry:
+        """The windows of this model; ``code``: fields of ``WindowGeometry`` beyond the shape."""
+        config = self.model.config
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return WindowGeometry(heads, config.num_key_value_heads, dim, **code)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids, without special tokens that a chat template would add."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    @torch.no_grad()
+    def full_logits(self, text: Text) -> torch.Tensor:
+        """Next-token logits of the full model before each decoded token, ``[n, vocab]``."""
+        self.model.set_attn_implementation("sdpa")
+        count = len(text.tokens) - text.prompt
+        ids = torch.tensor([text.tokens[:-1]])
+        logits: torch.Tensor = self.model(ids, use_cache=False, logits_to_keep=count).logits[0]
+        return logits
+
+    @torch.no_grad()
+    def tiered_logits(
+        self,
+        texts: Sequence[Text],
+        config: TieringConfig,
+        make: MakeKernels = production_kernels,
+    ) -> list[torch.Tensor]:
+        """The same of the tiered model, for a batch of texts that are decoded together.
+
+        Each prompt is prefilled as one chunk. Raises ``ValueError`` for a configuration that
+        the model can't have.
+        """
+        tiers = self._tiers(texts, config, make)
+        logits = [[self._forward(tiers, [row], [0], [text])] for row, text in enumerate(texts)]
+        stored = [text.prompt for text in texts]
+        while rows := [r for r, text in enumerate(texts) if stored[r] < len(text.tokens) - 1]:
+            found = self._forward(tiers, rows, [stored[r] for r in rows], [texts[r] for r in rows])
+            for number, row in enumerate(rows):
+                logits[row].append(found[number : number + 1])
+                stored[row] += 1
+        return [torch.cat(rows) for rows in logits]
+
+    def _forward(
+        self, tiers: _Tiers, rows: list[int], starts: list[int], texts: list[Text]
+    ) -> torch.Tensor:
+        """Logits of the last token of each row, ``[rows, vocab]``: a prompt, or one token each."""
+        is_prompt = starts == [0]
+        ends = [texts[0].prompt] if is_prompt else [start + 1 for start in starts]
+        spans = list(zip(starts, ends, strict=True))
+        ids = torch.tensor([text.tokens[a:b] for text, (a, b) in zip(texts, spans, strict=True)])
+        positions = torch.tensor([list(range(a, b)) for a, b in spans])
+        launch = tiers.prefill if is_prompt else tiers.decode
+        with self.attending(launch(rows, spans)):
+            logits: torch.Tensor = self.model(
+                ids, position_ids=positions, use_cache=False, logits_to_keep=1
+            ).logits[:, -1]
+        return logits
+
+    @contextmanager
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Within, ``attend(layer, query, key, value, scale)`` is the attention of every layer.
+
+        It takes and returns rows ``[tokens, heads, D]``, keys after RoPE, all texts of a batch
+        one after another. Raises ``ValueError`` for attention that is not plain softmax.
+        """
+
+        def attention(
+            module: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any,
+            scaling: float,
+            **options: Any,
+        ) -> tuple[torch.Tensor, None]:
+            for name in _NOT_PLAIN:
+                if options.get(name) is not None:
+                    raise ValueError(
+                        f"layer {module.layer_idx} attends with {name}, which has no tiers: name "
+                        "a model with plain causal attention"
+                    )
+            batch, _, length, _ = query.shape
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            out = attend(module.layer_idx, q, k, v, scaling)
+            return out.view(batch, length, *out.shape[1:]).to(query.dtype), None
+
+        ALL_ATTENTION_FUNCTIONS[_ATTENTION] = attention
+        try:
+            self.model.set_attn_implementation(_ATTENTION)
+            yield
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
+
+    def _tiers(self, texts: Sequence[Text], config: TieringConfig, make: MakeKernels) -> _Tiers:
+        geometry = self.geometry(
+            window=config.window,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            params=config.params,
+        )
+        context = max(len(text.tokens) for text in texts) + 64
+        return _Tiers(
+            WindowBudget(config, geometry, self.num_layers),
+            make(geometry, self._rotary(context)),
+            len(texts),
+            context,
+        )
+
+    def _rotary(self, context: int) -> RotaryTable:
+        """cos and sin of the model's own rotary module, which turns halves (neox)."""
+        positions = torch.arange(context)[None]
+        cos, sin = self.model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        half = cos.shape[-1] // 2
+        return RotaryTable(
+            torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).float(), is_neox=True
+        )
+
+
+class _Tiers:
+    """The tiering state of a batch; row ``r`` of it is row ``r + 1`` of the state."""
+
+    def __init__(self, budget: WindowBudget, kernels: Any, batch: int, context: int) -> None:
+        # Every prompt is whole at first, and its codes come beside.
+        kv_bytes = 2 * batch * context * budget.token_bytes
+        plan = plan_capacity(budget, kv_bytes, context, None, batch, batch)
+        window = budget.config.window
+        self.manager = TierManager(
+            budget,
+            kernels,
+            torch.zeros(plan.arena_bytes, dtype=torch.uint8),
+            plan.num_pages,
+            batch + 1,
+            plan.max_windows,
+            torch.bfloat16,
+        )
+        stride = -(-context // window) * window
+        self._locations = torch.zeros((batch + 1, stride), dtype=torch.int32)
+        self._locations[1:] = window + torch.arange(batch * stride).view(batch, stride)
+        self.state = TieringState(plan, self.manager, self._locations)
+
+    def prefill(self, rows: list[int], spans: list[tuple[int, int]]) -> Attend:
+        """The attention of one row's prompt."""
+        ((_, end),) = spans
+        row = rows[0] + 1
+        self._allocate(rows, spans)
+        self.state.extend_prepared(row, end, end)
+        chunks = self.state.start_extend([row], [0], [end])
+        row_tensor, zero, lengths = torch.tensor([row]), torch.tensor([0]), torch.tensor([end])
+        starts = torch.tensor([chunk.score_start for chunk in chunks])
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            manager = self.manager
+            self.state.allocate_layer(layer, chunks)
+            manager.store(layer, self._stored_at(rows, spans), k.bfloat16(), v.bfloat16())
+            query = q.bfloat16().contiguous()
+            out = torch.empty_like(query)
+            manager.kernels.extend(
+                query, manager.full_arena, manager.coded_arena, manager.layer_view(layer),
+                row_tensor, zero, lengths, scale, out, manager.layer_scores(layer), starts,
+            )  # fmt: skip
+            self.state.route_layer(layer, chunks)
+            return out
+
+        return attend
+
+    def decode(self, rows: list[int], spans: list[tuple[int, int]]) -> Attend:
+        """The attention of one new token of each row."""
+        self._allocate(rows, spans)
+        numbers, ends = [row + 1 for row in rows], [end for _, end in spans]
+        self.state.start_decode(numbers, ends)
+        row_tensor, lengths = torch.tensor(numbers), torch.tensor(ends)
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            manager = self.manager
+            self.state.allocate_layer(layer, [])
+            manager.store(layer, self._stored_at(rows, spans), k.bfloat16(), v.bfloat16())
+            query = q.bfloat16().contiguous()
+            out = torch.empty_like(query)
+            manager.kernels.decode(
+                query, manager.full_arena, manager.coded_arena, manager.layer_view(layer),
+                row_tensor, lengths, scale, out, manager.layer_scores(layer),
+            )  # fmt: skip
+            return out
+
+        return attend
+
+    def _allocate(self, rows: list[int], spans: list[tuple[int, int]]) -> None:
+        self.state.alloc_to_lengths(
+            req_pool_indices_cpu=torch.tensor([row + 1 for row in rows]),
+            target_seq_lens_cpu=torch.tensor([end for _, end in spans]),
+        )
+
+    def _stored_at(self, rows: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
+        places = [self._locations[row + 1, a:b] for row, (a, b) in zip(rows, spans, strict=True)]
+        return torch.cat(places).to(torch.int64)
+
+
+class Divergence(NamedTuple):
+    """How far logits are from the full model's.
+
+    kl: mean KL(full || other) in nats. top1: share of steps with the same best token.
+    """
+
+    kl: float
+    top1: float
+
+
+def divergence(full: torch.Tensor, other: torch.Tensor) -> Divergence:
+    """Compare logits ``[n, vocab]`` of the same steps."""
+    log_full, log_other = full.float().log_softmax(-1), other.float().log_softmax(-1)
+    kl = (log_full.exp() * (log_full - log_other)).sum(-1).mean().item()
+    return Divergence(kl, (full.argmax(-1) == other.argmax(-1)).float().mean().item())
