@@ -1,0 +1,1 @@
+"""Accuracy per byte; run from `benchmarks`: `python -m quality.ablations --quick`."""

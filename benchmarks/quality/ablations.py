@@ -1,0 +1,102 @@
+"""What each option of tiering is worth: KL and top-1 agreement at equal bytes.
+
+Every configuration holds the same share of the full-precision bytes, parameters, alignment and
+protected windows counted. Groups vary one or two options around the defaults.
+
+    cd benchmarks && python -m quality.ablations --budget 0.2 --group split --json split.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+from tqdm import tqdm
+
+from qevict_kernels.layout import ParamFormat
+from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
+from quality.texts import Half
+from report import begin, parser, write_json
+from sglang_qevict.models import fetch_model
+from sglang_qevict.offline import OfflineModel, Text
+
+Changes = dict[str, Any]
+
+PAPER = TieringConfig(params=ParamFormat.FP16, promote=Promotion.DEQUANTIZE)
+
+
+def _grid(**values: list[Any]) -> Iterator[Changes]:
+    for chosen in product(*values.values()):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def _shares(*values: float) -> list[Fraction]:
+    return [Fraction(str(value)) for value in values]
+
+
+GROUPS: Mapping[str, list[Changes]] = {
+    "split": [
+        {"quant_fraction": Fraction(0)},
+        *_grid(quant_fraction=_shares(0.5, 0.7, 0.85, 1), key_bits=[2, 4], value_bits=[2, 4]),
+    ],
+    "events": list(_grid(route_every=[1, 4, 8, 16, 32], quant_fraction=_shares(0.7, 1))),
+    "window": list(_grid(window=[4, 8, 16, 32], key_bits=[2, 4])),
+    "params": list(_grid(params=list(ParamFormat), key_bits=[2, 4], value_bits=[2, 4])),
+    "promote": list(_grid(promote=list(Promotion), quant_fraction=_shares(0.5, 0.7))),
+    "scores": list(_grid(prefill_scores=list(PrefillScores), quant_fraction=_shares(0, 0.7, 1))),
+    "protected": list(_grid(sink=[0, 5, 16], local=[8, 32, 64, 128])),
+}
+
+
+def name_of(changes: Changes) -> str:
+    """Options as text."""
+    return ", ".join(f"{key} {_text(value)}" for key, value in changes.items())
+
+
+def _text(value: Any) -> str:
+    return (
+        f"{float(value):g}" if isinstance(value, Fraction) else str(getattr(value, "value", value))
+    )
+
+
+def main() -> None:
+    """Evaluate the chosen groups."""
+    made = parser(__doc__ or "")
+    made.add_argument("--budget", type=Fraction, default=Fraction(1, 5), help="default: 0.2")
+    made.add_argument("--group", action="append", choices=GROUPS, help="default: all")
+    made.add_argument("--half", type=Half, default=Half.TUNE, help="tune (default) or test")
+    options = made.parse_args()
+    machine = begin(options)
+    kinds = ["readme", "narrative"] if options.quick else list(PROMPTS)
+    model = OfflineModel(fetch_model())
+    texts = samples(model.tokenize, options.half, kinds, 32 if options.quick else FORCED)
+    requests = [Text(*text) for text in texts]
+    full = [model.full_logits(request) for request in requests]
+    rows = []
+    chosen = [("paper", {}), *((g, c) for g in options.group or GROUPS for c in GROUPS[g])]
+    if options.quick:
+        chosen = chosen[:4]
+    progress = tqdm(chosen, unit="setting")
+    for group, changes in progress:
+        base = PAPER if group == "paper" else TieringConfig()
+        config = replace(base, budget=options.budget, **changes)
+        began = time.monotonic()
+        tiered = model.tiered_logits(requests, config)
+        found = row([fidelity_of(*one) for one in zip(texts, full, tiered, strict=True)], kinds)
+        name = name_of(changes) or group
+        progress.write(summary(f"{group}: {name}", found))
+        seconds = time.monotonic() - began
+        described = {key: _text(value) for key, value in changes.items()}
+        rows.append({"group": group, "options": described, "seconds": seconds, **found})
+        write_json(
+            options.json, machine, rows, budget=float(options.budget), half=options.half.value
+        )
+
+
+if __name__ == "__main__":
+    main()
