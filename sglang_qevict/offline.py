@@ -97,29 +97,107 @@ class OfflineModel:
         Each prompt is prefilled as one chunk. Raises ``ValueError`` for a configuration that
         the model can't have.
         """
-        tiers = self._tiers(texts, config, make)
-        logits = [[self._forward(tiers, [row], [0], [text])] for row, text in enumerate(texts)]
+        logits: list[list[torch.Tensor]] = [[] for _ in texts]
+        forced = [iter(text.tokens[text.prompt : -1]) for text in texts]
+
+        def follow(row: int, found: torch.Tensor) -> int | None:
+            logits[row].append(found)
+            return next(forced[row], None)
+
+        self._decode(texts, self._tiers(texts, 0, config, make), follow)
+        return [torch.stack(rows) for rows in logits]
+
+    @torch.no_grad()
+    def full_answers(self, texts: Sequence[Text], new_tokens: int) -> list[list[int]]:
+        """What the full model generates after each whole text, greedily: at most so many tokens.
+
+        An answer ends before the model's token for the end.
+        """
+        self.model.set_attn_implementation("sdpa")
+        answers = []
+        for text in texts:
+            ids = torch.tensor([text.tokens])
+            found = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
+                do_sample=False, pad_token_id=0,
+            )[0, ids.shape[1] :].tolist()  # fmt: skip
+            answers.append([token for token in found if token not in self._ends])
+        return answers
+
+    @torch.no_grad()
+    def tiered_answers(
+        self,
+        texts: Sequence[Text],
+        new_tokens: int,
+        config: TieringConfig,
+        make: MakeKernels = production_kernels,
+    ) -> list[list[int]]:
+        """The same of the tiered model, for a batch; tokens beyond a prompt are decoded first.
+
+        Raises ``ValueError`` as ``tiered_logits``.
+        """
+        answers: list[list[int]] = [[] for _ in texts]
+        forced = [iter(text.tokens[text.prompt :]) for text in texts]
+
+        def follow(row: int, found: torch.Tensor) -> int | None:
+            if (token := next(forced[row], None)) is not None:
+                return token
+            token = int(found.argmax())
+            if token in self._ends:
+                return None
+            answers[row].append(token)
+            return token if len(answers[row]) < new_tokens else None
+
+        self._decode(texts, self._tiers(texts, new_tokens, config, make), follow)
+        return answers
+
+    @property
+    def _ends(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        return set(ends if isinstance(ends, list) else [ends])
+
+    def _decode(
+        self,
+        texts: Sequence[Text],
+        tiers: _Tiers,
+        follow: Callable[[int, torch.Tensor], int | None],
+    ) -> None:
+        """Prefill each prompt, then decode together, a token a step.
+
+        ``follow(row, logits)`` gets the logits ``[vocab]`` after a row's last token, and returns
+        the next token, or None if the row is done.
+        """
+        tokens: dict[int, int] = {}
         stored = [text.prompt for text in texts]
-        while rows := [r for r, text in enumerate(texts) if stored[r] < len(text.tokens) - 1]:
-            found = self._forward(tiers, rows, [stored[r] for r in rows], [texts[r] for r in rows])
+
+        def take(row: int, logits: torch.Tensor) -> None:
+            token = follow(row, logits)
+            if token is not None:
+                tokens[row] = token
+
+        for row, (prompt, length) in enumerate(texts):
+            span = (0, length)
+            logits = self._forward([prompt[:length]], [span], tiers.prefill(row, span))
+            take(row, logits[0])
+        while tokens:
+            rows = list(tokens)
+            spans = [(stored[row], stored[row] + 1) for row in rows]
+            logits = self._forward(
+                [[tokens[row]] for row in rows], spans, tiers.decode(rows, spans)
+            )
+            tokens.clear()
             for number, row in enumerate(rows):
-                logits[row].append(found[number : number + 1])
                 stored[row] += 1
-        return [torch.cat(rows) for rows in logits]
+                take(row, logits[number])
 
     def _forward(
-        self, tiers: _Tiers, rows: list[int], starts: list[int], texts: list[Text]
+        self, tokens: list[Sequence[int]], spans: list[tuple[int, int]], attend: Attend
     ) -> torch.Tensor:
-        """Logits of the last token of each row, ``[rows, vocab]``: a prompt, or one token each."""
-        is_prompt = starts == [0]
-        ends = [texts[0].prompt] if is_prompt else [start + 1 for start in starts]
-        spans = list(zip(starts, ends, strict=True))
-        ids = torch.tensor([text.tokens[a:b] for text, (a, b) in zip(texts, spans, strict=True)])
-        positions = torch.tensor([list(range(a, b)) for a, b in spans])
-        launch = tiers.prefill if is_prompt else tiers.decode
-        with self.attending(launch(rows, spans)):
+        """Logits after the last of the tokens of each row, which stand at ``spans``."""
+        positions = torch.tensor([list(range(start, end)) for start, end in spans])
+        with self.attending(attend):
             logits: torch.Tensor = self.model(
-                ids, position_ids=positions, use_cache=False, logits_to_keep=1
+                torch.tensor(tokens), position_ids=positions, use_cache=False, logits_to_keep=1
             ).logits[:, -1]
         return logits
 
@@ -158,14 +236,16 @@ class OfflineModel:
         finally:
             del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
 
-    def _tiers(self, texts: Sequence[Text], config: TieringConfig, make: MakeKernels) -> _Tiers:
+    def _tiers(
+        self, texts: Sequence[Text], new_tokens: int, config: TieringConfig, make: MakeKernels
+    ) -> _Tiers:
         geometry = self.geometry(
             window=config.window,
             key_bits=config.key_bits,
             value_bits=config.value_bits,
             params=config.params,
         )
-        context = max(len(text.tokens) for text in texts) + 64
+        context = max(len(text.tokens) for text in texts) + new_tokens + 64
         return _Tiers(
             WindowBudget(config, geometry, self.num_layers),
             make(geometry, self._rotary(context)),
@@ -205,10 +285,9 @@ class _Tiers:
         self._locations[1:] = window + torch.arange(batch * stride).view(batch, stride)
         self.state = TieringState(plan, self.manager, self._locations)
 
-    def prefill(self, rows: list[int], spans: list[tuple[int, int]]) -> Attend:
+    def prefill(self, number: int, span: tuple[int, int]) -> Attend:
         """The attention of one row's prompt."""
-        ((_, end),) = spans
-        row = rows[0] + 1
+        rows, spans, row, (_, end) = [number], [span], number + 1, span
         self._allocate(rows, spans)
         self.state.extend_prepared(row, end, end)
         chunks = self.state.start_extend([row], [0], [end])

@@ -81,3 +81,14 @@ def test_wrong_codes_cannot_hide_behind_the_bound(model: OfflineModel) -> None:
     kl, _ = divergence(full, model.tiered_logits([text], TieringConfig(), spoiled)[0])
     print(f"KL with doubled value scales: {kl:.3f}")
     assert kl > MEAN_KL_BOUND
+
+
+def test_answers_of_a_batch_at_a_budget_of_one_are_the_full_models(model: OfflineModel) -> None:
+    """Greedy tokens; the second half of one prompt is decoded token by token."""
+    texts = [
+        Text(tokens, len(tokens) - decoded)
+        for topic, decoded in zip(TOPICS[:2], (0, 20), strict=True)
+        if (tokens := model.tokenize(pydoc_data.topics.topics[topic])[:150])
+    ]
+    config = TieringConfig(budget=Fraction(1), quant_fraction=Fraction(0))
+    assert model.tiered_answers(texts, 12, config) == model.full_answers(texts, 12)

@@ -20,14 +20,13 @@ from tqdm import tqdm
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
 from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
+from quality.settings import PAPER
 from quality.texts import Half
 from report import begin, parser, write_json
 from sglang_qevict.models import fetch_model
 from sglang_qevict.offline import OfflineModel, Text
 
 Changes = dict[str, Any]
-
-PAPER = TieringConfig(params=ParamFormat.FP16, promote=Promotion.DEQUANTIZE)
 
 
 def _grid(**values: list[Any]) -> Iterator[Changes]:
