@@ -28,6 +28,8 @@ BASE_FLAGS = (
     *("--max-running-requests", "16"),
     *("--random-seed", "0"),
     "--enable-metrics",
+    # A waiting scheduler would otherwise poll, and take a core from the server that is tested.
+    "--sleep-on-idle",
 )
 
 # Threads that sleep at a barrier instead of spinning: tests share their cores with other programs,

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from server.harness import Server
 from sglang_qevict.models import fetch_model
 
-# A waiting scheduler would otherwise poll, and take a core from the server that is being tested.
-TIERED = ("--kv-tiering", "qevict", "--sleep-on-idle")
+TIERED = ("--kv-tiering", "qevict")
 EVERYTHING_FULL = ("--kv-tiering-budget", "1", "--kv-tiering-quant-fraction", "0")
 
 # Two steps of bfloat16 between 16 and 32, where this model's best logits lie: torch's products
