@@ -26,7 +26,15 @@ from qevict_tiers.manager import TierManager
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
-__all__ = ["Divergence", "OfflineModel", "Text", "divergence", "production_kernels"]
+__all__ = [
+    "Divergence",
+    "OfflineModel",
+    "PrefilledPrompt",
+    "Text",
+    "causal_attention",
+    "divergence",
+    "production_kernels",
+]
 
 _ATTENTION = "qevict_offline"
 _NOT_PLAIN = ("sliding_window", "softcap", "s_aux")
@@ -45,6 +53,18 @@ class Text(NamedTuple):
 
     tokens: Sequence[int]
     prompt: int
+
+
+class PrefilledPrompt(NamedTuple):
+    """What a model makes of a prompt before anything is tiered; the same for all options.
+
+    logits: after its last token, ``[vocab]``. layers: of each one its last queries
+    ``[n, Hq, D]``, and the keys (after RoPE) and values of all tokens ``[T, Hkv, D]``, bfloat16;
+    and the scale of its attention.
+    """
+
+    logits: torch.Tensor
+    layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]
 
 
 class OfflineModel:
@@ -86,16 +106,34 @@ class OfflineModel:
         return logits
 
     @torch.no_grad()
+    def prefill(self, text: Text, queries: int) -> PrefilledPrompt:
+        """Prefill a prompt once for many runs; ``queries``: of its end, as many as score."""
+        layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            q, k, v = (x.bfloat16() for x in (query[-queries:], key, value))
+            layers.append((q, k, v, scale))
+            return causal_attention(query, key, value, scale)
+
+        with self.attending(attend):
+            ids = torch.tensor([text.tokens[: text.prompt]])
+            logits = self.model(ids, use_cache=False, logits_to_keep=1).logits[0, 0]
+        return PrefilledPrompt(logits, layers)
+
+    @torch.no_grad()
     def tiered_logits(
         self,
         texts: Sequence[Text],
         config: TieringConfig,
         make: MakeKernels = production_kernels,
+        prefilled: Sequence[PrefilledPrompt] | None = None,
     ) -> list[torch.Tensor]:
         """The same of the tiered model, for a batch of texts that are decoded together.
 
-        Each prompt is prefilled as one chunk. Raises ``ValueError`` for a configuration that
-        the model can't have.
+        Each prompt is prefilled as one chunk, or was with ``prefill``. Raises ``ValueError`` for
+        a configuration that the model can't have.
         """
         logits: list[list[torch.Tensor]] = [[] for _ in texts]
         forced = [iter(text.tokens[text.prompt : -1]) for text in texts]
@@ -104,7 +142,7 @@ class OfflineModel:
             logits[row].append(found)
             return next(forced[row], None)
 
-        self._decode(texts, self._tiers(texts, 0, config, make), follow)
+        self._decode(texts, self._tiers(texts, 0, config, make), follow, prefilled)
         return [torch.stack(rows) for rows in logits]
 
     @torch.no_grad()
@@ -161,6 +199,7 @@ class OfflineModel:
         texts: Sequence[Text],
         tiers: _Tiers,
         follow: Callable[[int, torch.Tensor], int | None],
+        prefilled: Sequence[PrefilledPrompt] | None = None,
     ) -> None:
         """Prefill each prompt, then decode together, a token a step.
 
@@ -177,8 +216,14 @@ class OfflineModel:
 
         for row, (prompt, length) in enumerate(texts):
             span = (0, length)
-            logits = self._forward([prompt[:length]], [span], tiers.prefill(row, span))
-            take(row, logits[0])
+            attend = tiers.prefill(row, span)
+            if prefilled is None:
+                logits = self._forward([prompt[:length]], [span], attend)[0]
+            else:
+                logits = prefilled[row].logits
+                for layer, states in enumerate(prefilled[row].layers):
+                    attend(layer, *states)
+            take(row, logits)
         while tokens:
             rows = list(tokens)
             spans = [(stored[row], stored[row] + 1) for row in rows]
@@ -286,12 +331,12 @@ class _Tiers:
         self.state = TieringState(plan, self.manager, self._locations)
 
     def prefill(self, number: int, span: tuple[int, int]) -> Attend:
-        """The attention of one row's prompt."""
+        """The attention of one row's prompt; of its queries the last ones suffice."""
         rows, spans, row, (_, end) = [number], [span], number + 1, span
         self._allocate(rows, spans)
         self.state.extend_prepared(row, end, end)
         chunks = self.state.start_extend([row], [0], [end])
-        row_tensor, zero, lengths = torch.tensor([row]), torch.tensor([0]), torch.tensor([end])
+        row_tensor = torch.tensor([row])
         starts = torch.tensor([chunk.score_start for chunk in chunks])
 
         def attend(
@@ -301,10 +346,11 @@ class _Tiers:
             self.state.allocate_layer(layer, chunks)
             manager.store(layer, self._stored_at(rows, spans), k.bfloat16(), v.bfloat16())
             query = q.bfloat16().contiguous()
-            out = torch.empty_like(query)
+            out, count = torch.empty_like(query), query.shape[0]
             manager.kernels.extend(
                 query, manager.full_arena, manager.coded_arena, manager.layer_view(layer),
-                row_tensor, zero, lengths, scale, out, manager.layer_scores(layer), starts,
+                row_tensor, torch.tensor([end - count]), torch.tensor([count]), scale, out,
+                manager.layer_scores(layer), starts,
             )  # fmt: skip
             self.state.route_layer(layer, chunks)
             return out
@@ -343,6 +389,17 @@ class _Tiers:
     def _stored_at(self, rows: list[int], spans: list[tuple[int, int]]) -> torch.Tensor:
         places = [self._locations[row + 1, a:b] for row, (a, b) in zip(rows, spans, strict=True)]
         return torch.cat(places).to(torch.int64)
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Plain attention of one text, rows ``[T, heads, D]`` in and out."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
 
 
 class Divergence(NamedTuple):

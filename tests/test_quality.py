@@ -92,3 +92,12 @@ def test_answers_of_a_batch_at_a_budget_of_one_are_the_full_models(model: Offlin
     ]
     config = TieringConfig(budget=Fraction(1), quant_fraction=Fraction(0))
     assert model.tiered_answers(texts, 12, config) == model.full_answers(texts, 12)
+
+
+def test_a_prompt_that_was_prefilled_once_gives_the_same_logits(model: OfflineModel) -> None:
+    """But for the prompt's own attention, which is in float32 here: much less than codes cost."""
+    text = text_of(model, TOPICS[1])
+    prefilled = [model.prefill(text, 32)]
+    expected = model.tiered_logits([text], TieringConfig())[0]
+    found = model.tiered_logits([text], TieringConfig(), prefilled=prefilled)[0]
+    assert divergence(expected, found).kl < 0.1 * divergence(model.full_logits(text), found).kl

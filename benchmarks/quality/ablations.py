@@ -18,13 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores, Promotion, TieringConfig
 from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
 from quality.settings import PAPER
 from quality.texts import Half
 from report import begin, parser, write_json
 from sglang_qevict.models import fetch_model
-from sglang_qevict.offline import OfflineModel, Text
+from sglang_qevict.offline import OfflineModel, PrefilledPrompt, Text
 
 Changes = dict[str, Any]
 
@@ -44,11 +44,18 @@ GROUPS: Mapping[str, list[Changes]] = {
         *_grid(quant_fraction=_shares(0.5, 0.7, 0.85, 1), key_bits=[2, 4], value_bits=[2, 4]),
     ],
     "events": list(_grid(route_every=[1, 4, 8, 16, 32], quant_fraction=_shares(0.7, 1))),
-    "window": list(_grid(window=[4, 8, 16, 32], key_bits=[2, 4])),
+    "window": list(
+        _grid(quant_fraction=_shares(1), window=[4, 8, 16, 32], key_bits=[2, 4], value_bits=[2, 4])
+    ),
     "params": list(_grid(params=list(ParamFormat), key_bits=[2, 4], value_bits=[2, 4])),
     "promote": list(_grid(promote=list(Promotion), quant_fraction=_shares(0.5, 0.7))),
     "scores": list(_grid(prefill_scores=list(PrefillScores), quant_fraction=_shares(0, 0.7, 1))),
     "protected": list(_grid(sink=[0, 5, 16], local=[8, 32, 64, 128])),
+    "layers": [
+        {"full_layers": layers, **rest}
+        for layers in (frozenset({0}), frozenset({0, 1}), frozenset({28, 29}))
+        for rest in _grid(quant_fraction=_shares(0.7, 1))
+    ],
 }
 
 
@@ -58,9 +65,22 @@ def name_of(changes: Changes) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ",".join(map(str, sorted(value)))
     return (
         f"{float(value):g}" if isinstance(value, Fraction) else str(getattr(value, "value", value))
     )
+
+
+def of(config: TieringConfig, prompts: list[PrefilledPrompt]) -> list[PrefilledPrompt]:
+    """The prompts with no more queries than score."""
+    if config.prefill_scores is PrefillScores.ALL:
+        return prompts
+    count = SCORING_SPAN_TOKENS
+    return [
+        PrefilledPrompt(logits, [(q[-count:], k, v, scale) for q, k, v, scale in layers])
+        for logits, layers in prompts
+    ]
 
 
 def main() -> None:
@@ -76,6 +96,8 @@ def main() -> None:
     texts = samples(model.tokenize, options.half, kinds, 32 if options.quick else FORCED)
     requests = [Text(*text) for text in texts]
     full = [model.full_logits(request) for request in requests]
+    # Of all queries where some setting wants them all.
+    prefilled = [model.prefill(request, request.prompt) for request in requests]
     rows = []
     chosen = [("paper", {}), *((g, c) for g in options.group or GROUPS for c in GROUPS[g])]
     if options.quick:
@@ -85,7 +107,7 @@ def main() -> None:
         base = PAPER if group == "paper" else TieringConfig()
         config = replace(base, budget=options.budget, **changes)
         began = time.monotonic()
-        tiered = model.tiered_logits(requests, config)
+        tiered = model.tiered_logits(requests, config, prefilled=of(config, prefilled))
         found = row([fidelity_of(*one) for one in zip(texts, full, tiered, strict=True)], kinds)
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))

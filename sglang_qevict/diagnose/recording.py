@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from qevict_tiers.simulator import Recording
-from sglang_qevict.offline import OfflineModel, Text
+from sglang_qevict.offline import OfflineModel, Text, causal_attention
 
 __all__ = ["record"]
 
@@ -28,13 +28,9 @@ def record(
     def attend(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        layers.append(_mass(q, k, scale, queries))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-        )
+        layers.append(_mass(query.transpose(0, 1), key.transpose(0, 1), scale, queries))
         on_layer()
-        return out[0].transpose(0, 1)
+        return causal_attention(query, key, value, scale)
 
     with model.attending(attend):
         model.model(torch.tensor([list(text.tokens)]), use_cache=False, logits_to_keep=1)
