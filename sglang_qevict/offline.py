@@ -56,11 +56,11 @@ class Text(NamedTuple):
 
 
 class PrefilledPrompt(NamedTuple):
-    """What a model makes of a prompt before anything is tiered; the same for all options.
+    """What the full model makes of a text, from which runs of the tiered model can begin.
 
-    logits: after its last token, ``[vocab]``. layers: of each one its last queries
-    ``[n, Hq, D]``, and the keys (after RoPE) and values of all tokens ``[T, Hkv, D]``, bfloat16;
-    and the scale of its attention.
+    logits: those of ``full_logits``. layers: of each one the last queries of the prompt
+    ``[n, Hq, D]``, and the keys (after RoPE) and values of all its tokens ``[T, Hkv, D]``,
+    bfloat16; and the scale of its attention.
     """
 
     logits: torch.Tensor
@@ -107,19 +107,20 @@ class OfflineModel:
 
     @torch.no_grad()
     def prefill(self, text: Text, queries: int) -> PrefilledPrompt:
-        """Prefill a prompt once for many runs; ``queries``: of its end, as many as score."""
+        """``full_logits``, and the prompt for many runs; ``queries``: of its end, those to score."""
         layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
         ) -> torch.Tensor:
-            q, k, v = (x.bfloat16() for x in (query[-queries:], key, value))
-            layers.append((q, k, v, scale))
+            q, k, v = (x[: text.prompt].bfloat16() for x in (query, key, value))
+            layers.append((q[-queries:], k, v, scale))
             return causal_attention(query, key, value, scale)
 
+        count = len(text.tokens) - text.prompt
         with self.attending(attend):
-            ids = torch.tensor([text.tokens[: text.prompt]])
-            logits = self.model(ids, use_cache=False, logits_to_keep=1).logits[0, 0]
+            ids = torch.tensor([text.tokens[:-1]])
+            logits = self.model(ids, use_cache=False, logits_to_keep=count).logits[0]
         return PrefilledPrompt(logits, layers)
 
     @torch.no_grad()
@@ -220,7 +221,7 @@ class OfflineModel:
             if prefilled is None:
                 logits = self._forward([prompt[:length]], [span], attend)[0]
             else:
-                logits = prefilled[row].logits
+                logits = prefilled[row].logits[0]
                 for layer, states in enumerate(prefilled[row].layers):
                     attend(layer, *states)
             take(row, logits)

@@ -95,9 +95,9 @@ def main() -> None:
     model = OfflineModel(fetch_model())
     texts = samples(model.tokenize, options.half, kinds, 32 if options.quick else FORCED)
     requests = [Text(*text) for text in texts]
-    full = [model.full_logits(request) for request in requests]
-    # Of all queries where some setting wants them all.
+    # With all queries, since some setting wants them.
     prefilled = [model.prefill(request, request.prompt) for request in requests]
+    full = [prompt.logits for prompt in prefilled]
     rows = []
     chosen = [("paper", {}), *((g, c) for g in options.group or GROUPS for c in GROUPS[g])]
     if options.quick:
