@@ -107,14 +107,15 @@ class OfflineModel:
 
     @torch.no_grad()
     def prefill(self, text: Text, queries: int) -> PrefilledPrompt:
-        """``full_logits``, and the prompt for many runs; ``queries``: of its end, those to score."""
+        """``full_logits``, and the prompt for many runs with its last ``queries``."""
         layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
         ) -> torch.Tensor:
-            q, k, v = (x[: text.prompt].bfloat16() for x in (query, key, value))
-            layers.append((q[-queries:], k, v, scale))
+            scoring = slice(max(0, text.prompt - queries), text.prompt)
+            q, k, v = query[scoring], key[: text.prompt], value[: text.prompt]
+            layers.append((q.bfloat16(), k.bfloat16(), v.bfloat16(), scale))
             return causal_attention(query, key, value, scale)
 
         count = len(text.tokens) - text.prompt
