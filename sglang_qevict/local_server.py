@@ -89,8 +89,9 @@ class Server:
         """Returns when a launched server is healthy, or raises as `start` does."""
         deadline = time.monotonic() + timeout_seconds
         while not self._healthy():
-            if self.exit_code() is not None:
-                raise ServerFailed(f"exit code {self.exit_code()} at start\n{self.log_tail()}")
+            if (code := self.exit_code()) is not None:
+                self.stop()
+                raise ServerFailed(f"exit code {code} at start\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 self.stop()
                 raise ServerFailed(f"not healthy in {timeout_seconds:g} s\n{self.log_tail()}")
@@ -115,15 +116,17 @@ class Server:
         """The exit code of a server that is expected to end by itself; kills it after the timeout.
 
         Raises:
-            ServerFailed: it was still running.
+            ServerFailed: it was still running, or it left processes behind; they are gone now.
         """
         assert self._process is not None
         try:
-            return self._process.wait(timeout_seconds)
+            code = self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self.stop()
             message = f"still running after {timeout_seconds:g} s\n{self.log_tail()}"
             raise ServerFailed(message) from None
+        self.stop()
+        return code
 
     def exit_code(self) -> int | None:
         """None while the server's main process runs."""

@@ -38,7 +38,10 @@ _BASE_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "QEVICT_CHECK_
 
 
 class Server(local_server.Server):
-    """A server with `BASE_FLAGS`, and ``flags`` after them."""
+    """A server with `BASE_FLAGS`, and ``flags`` after them.
+
+    It fails a test that it leaves processes behind: once it has ended, or been stopped.
+    """
 
     def __init__(
         self,

@@ -215,4 +215,3 @@ def test_what_tiers_would_get_wrong_ends_with_2_and_one_sentence(name: str, tmp_
     (sentence,) = (line for line in log.splitlines() if line.startswith("sglang-qevict: error: "))
     assert reason in sentence
     assert "drop --kv-tiering" in sentence or "serve this model with --kv-tiering none" in sentence
-    assert not server.processes()
