@@ -39,15 +39,19 @@ def _shares(*values: float) -> list[Fraction]:
 
 
 GROUPS: Mapping[str, list[Changes]] = {
+    "codes": list(
+        _grid(quant_fraction=_shares(1), window=[8, 16, 32], key_bits=[2, 4], value_bits=[2, 4])
+    ),
     "split": [
         {"quant_fraction": Fraction(0)},
         *_grid(quant_fraction=_shares(0.5, 0.7, 0.85, 1), key_bits=[2, 4], value_bits=[2, 4]),
     ],
     "events": list(_grid(route_every=[1, 4, 8, 16, 32], quant_fraction=_shares(0.7, 1))),
-    "window": list(
-        _grid(quant_fraction=_shares(1), window=[4, 8, 16, 32], key_bits=[2, 4], value_bits=[2, 4])
-    ),
     "params": list(_grid(params=list(ParamFormat), key_bits=[2, 4], value_bits=[2, 4])),
+    "four": [
+        *_grid(quant_fraction=_shares(0.7, 0.85, 0.95), key_bits=[4], value_bits=[4]),
+        *_grid(quant_fraction=_shares(1), key_bits=[4], value_bits=[4], window=[4]),
+    ],
     "promote": list(_grid(promote=list(Promotion), quant_fraction=_shares(0.5, 0.7))),
     "scores": list(_grid(prefill_scores=list(PrefillScores), quant_fraction=_shares(0, 0.7, 1))),
     "protected": list(_grid(sink=[0, 5, 16], local=[8, 32, 64, 128])),
