@@ -1,6 +1,6 @@
 """The other ways to make a KV cache smaller, as their authors publish them, at matched bytes.
 
-Runs in an environment of its own (``make rivals``), with the transformers that kvpress wants.
+Runs in an environment of its own, with kvpress, optimum-quanto and the transformers they want.
 Everything here is kvpress's or transformers' own code; nothing is rewritten. Each method gets as
 many bytes as ``--budget`` allows at the *end* of a text, prompt and forced tokens together:
 
@@ -10,7 +10,7 @@ many bytes as ``--budget`` allows at the *end* of a text, prompt and forced toke
 - quantised caches take the bytes that their bits, scales, zeros and residual take, whatever the
   budget is: the nearest they can be set to. The row says how many those are.
 
-    cd benchmarks && ../.venv/rivals/bin/python -m quality.rivals --json rivals.json
+    cd benchmarks && RIVALS/bin/python -m quality.rivals --model DIR --json rivals.json
 """
 
 from __future__ import annotations

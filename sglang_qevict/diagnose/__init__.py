@@ -84,7 +84,7 @@ def run(
         "options": " ".join(flags) or "defaults",
     }
     facts = {name: str(value) for name, value in facts.items()}
-    return write_report(directory, outcomes, facts, config.window)
+    return write_report(directory, outcomes, facts)
 
 
 def _config(flags: Sequence[str]) -> TieringConfig:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from qevict_tiers.diagnostics import (
     selections,
 )
 from qevict_tiers.policy import Tier
-from qevict_tiers.simulator import Recording, SimulatedBudget, SimulatedConfig, simulate
+from qevict_tiers.simulator import Event, Recording, SimulatedBudget, SimulatedConfig, simulate
 
 __all__ = ["Outcome", "Policy", "Summary", "diagnose", "policies"]
 
@@ -116,7 +117,6 @@ def policies(
             changed, make_geometry(**dict(zip(names, code, strict=True))), num_layers
         )
 
-    full_bytes = windows_of(8).full_bytes
     single = SimulatedConfig(**{**vars(config), "window": 1, "quant_fraction": two_tiers})
     size = config.window
     three = windows_of(size)
@@ -125,7 +125,7 @@ def policies(
             "R1",
             "single tokens, two tiers",
             # Nothing is coded, so the bytes of a code don't matter.
-            SimulatedBudget(single, num_layers, full_bytes // 8, 1),
+            SimulatedBudget(single, num_layers, three.full_bytes // size, 1),
         ),
         Policy("R2", f"windows of {size}, two tiers", windows_of(size, quant_fraction=two_tiers)),
         Policy("R3", f"windows of {size}, three tiers", three),
@@ -136,19 +136,19 @@ def policies(
 
 def diagnose(recording: Recording, chosen: Sequence[Policy]) -> Iterator[Outcome]:
     """What each policy does to the request; one at a time, so that a caller can show progress."""
+
+    @cache
+    def simulated(budget: WindowBudget) -> list[Event]:
+        return simulate(recording, budget)
+
     for policy in chosen:
         budget, window = policy.budget, policy.budget.config.window
-        events = simulate(recording, budget)
+        events = simulated(budget)
         kept = selections(events, budget)
-        places = mass_by_place(recording, kept, window)
-        for tier, place in ((Tier.CODED, Place.CODED), (Tier.FULL, Place.FULL)):
-            if tier not in policy.kept:
-                places[..., Place.EVICTED] += places[..., place]
-                places[..., place] = 0
         yield Outcome(
             policy,
             kept,
-            places,
+            mass_by_place(recording, kept, window, policy.kept),
             future_missed_mass(recording, kept, window, kept=policy.kept),
             future_missed_mass(recording, kept, window, kept=policy.kept, of_history=True),
             selection_churn(kept, policy.kept),

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qevict_tiers.diagnostics import Place
-from qevict_tiers.policy import Tier
+from qevict_tiers.diagnostics import Place, places
 from sglang_qevict.diagnose.policies import Outcome, Summary
 
 if TYPE_CHECKING:
@@ -80,12 +79,10 @@ def observations(summaries: Mapping[str, Summary]) -> list[Observation]:
     ]
 
 
-def write_report(
-    directory: Path, outcomes: Sequence[Outcome], facts: Mapping[str, Any], window: int
-) -> Path:
+def write_report(directory: Path, outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> Path:
     """Write everything into a directory, which is made; returns the page.
 
-    ``facts``: what was run, shown and kept as it is. ``window``: tokens of R3's windows.
+    ``facts``: what was run, shown and kept as it is.
     """
     directory.mkdir(parents=True, exist_ok=True)
     summaries = {outcome.policy.name: outcome.summary for outcome in outcomes}
@@ -104,7 +101,7 @@ def write_report(
         "observations": [observation._asdict() for observation in found],
     }
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    plots = _write_plots(directory, outcomes, window)
+    plots = _write_plots(directory, outcomes)
     page = directory / "index.html"
     page.write_text(_page(facts, summaries, labels, found, plots), encoding="utf-8")
     return page
@@ -144,15 +141,14 @@ def _defined(value: float) -> float | None:
 # -- plots --------------------------------------------------------------------------------
 
 
-def _write_plots(
-    directory: Path, outcomes: Sequence[Outcome], window: int
-) -> list[tuple[str, str]]:
+def _write_plots(directory: Path, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
     """Write the plots; returns file names and captions."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    three = next(outcome for outcome in outcomes if outcome.policy.name == "R3")
-    two = next(outcome for outcome in outcomes if outcome.policy.name == "R2")
+    named = {outcome.policy.name: outcome for outcome in outcomes}
+    two, three = named["R2"], named["R3"]
+    window = three.policy.budget.config.window
     style: dict[Any, Any] = {
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
         "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
@@ -172,7 +168,7 @@ def _write_plots(
         _name_places(figure)
         plots.append(("mass.png", "Where true attention lands, by layer; mean over steps.", figure))
         figure = Figure(figsize=(7.5, 5.6))
-        _plot_tiers(figure, three, window)
+        _plot_tiers(figure, three)
         plots.append(
             ("tiers.png", f"Every window of {window} tokens in three layers, from event to event "
              "(R3).", figure)
@@ -212,7 +208,7 @@ def _plot_mass(axes: Axes, outcome: Outcome) -> None:
     axes.set_ylim(0, 1)
 
 
-def _plot_tiers(figure: Figure, outcome: Outcome, window: int) -> None:
+def _plot_tiers(figure: Figure, outcome: Outcome) -> None:
     import numpy as np
     from matplotlib.colors import ListedColormap
 
@@ -220,15 +216,13 @@ def _plot_tiers(figure: Figure, outcome: Outcome, window: int) -> None:
     num_layers, count = last.tiers.shape
     chosen = sorted({0, num_layers // 2, num_layers - 1})
     colors = ListedColormap(["white", *(COLORS[place] for place in Place)])
-    places = {Tier.FULL: Place.FULL, Tier.CODED: Place.CODED, Tier.EVICTED: Place.EVICTED}
+    window = outcome.policy.budget.config.window
     for axes, layer in zip(np.atleast_1d(figure.subplots(len(chosen), sharex=True)), chosen,
                            strict=True):  # fmt: skip
         picture = np.zeros((count, len(outcome.selections)), dtype=np.uint8)
-        for column, (_, tiers, (start, end), _) in enumerate(outcome.selections):
-            picture[: tiers.shape[1], column] = 1 + Place.PROTECTED
-            for window_number in range(start, end):
-                tier = Tier(int(tiers[layer, window_number]))
-                picture[window_number, column] = 1 + places[tier]
+        for column, selection in enumerate(outcome.selections):
+            there = selection.tiers.shape[1]
+            picture[:there, column] = 1 + places(selection, there)[layer].numpy()
         first, final = outcome.selections[0].tokens, last.tokens
         axes.imshow(
             picture, aspect="auto", origin="lower", cmap=colors, vmin=-0.5, vmax=4.5,

@@ -38,6 +38,7 @@ __all__ = [
     "future_missed_mass",
     "mass_by_place",
     "oracle",
+    "places",
     "returns",
     "selection_churn",
     "selections",
@@ -54,6 +55,7 @@ class Place(IntEnum):
 
 
 _PLACES = {Tier.FULL: Place.FULL, Tier.CODED: Place.CODED, Tier.EVICTED: Place.EVICTED}
+_KEPT = (Tier.FULL, Tier.CODED)
 
 
 class Selection(NamedTuple):
@@ -110,24 +112,38 @@ def oracle(recording: Recording, budget: WindowBudget, events: Sequence[Event]) 
     return result
 
 
+def places(selection: Selection, num_windows: int, kept: Sequence[Tier] = _KEPT) -> torch.Tensor:
+    """The place of each of so many windows until the next event, uint8 ``[L, num_windows]``.
+
+    Tiers that are not ``kept`` count as evicted.
+    """
+    _, tiers, (start, end), _ = selection
+    found = tiers.new_full((tiers.shape[0], num_windows), Place.PROTECTED)
+    for tier, place in _PLACES.items():
+        there = tiers[:, start:end] == tier
+        found[:, start:end].masked_fill_(there, place if tier in kept else Place.EVICTED)
+    return found
+
+
 def mass_by_place(
-    recording: Recording, selections: Sequence[Selection], window: int
+    recording: Recording,
+    selections: Sequence[Selection],
+    window: int,
+    kept: Sequence[Tier] = _KEPT,
 ) -> torch.Tensor:
     """Share of each step's true attention by what the policy has made of the windows.
 
-    Steps are those from the first event on. Returns float32 ``[L, steps, 4]`` (``Place``); the
-    four sum to 1. Windows that were opened since the last event are protected.
+    Tiers that are not ``kept`` count as evicted. Steps are those from the first event on.
+    Returns float32 ``[L, steps, 4]`` (``Place``); the four sum to 1. Windows that were opened
+    since the last event are protected.
     """
     ends = [*(selection.tokens for selection in selections[1:]), recording.total_tokens]
+    count = -(-recording.total_tokens // window)
     parts = []
-    for (tokens, tiers, (start, end), _), stop in zip(selections, ends, strict=True):
-        count = -(-recording.total_tokens // window)
-        mass = recording.by_window(tokens, stop, window, count)
-        places = tiers.new_full((tiers.shape[0], count), Place.PROTECTED)
-        for tier, place in _PLACES.items():
-            places[:, start:end].masked_fill_(tiers[:, start:end] == tier, place)
-        shares = torch.stack([(mass * (places == place)[:, None]).sum(-1) for place in Place], -1)
-        parts.append(shares)
+    for selection, stop in zip(selections, ends, strict=True):
+        mass = recording.by_window(selection.tokens, stop, window, count)
+        found = places(selection, count, kept)
+        parts.append(torch.stack([(mass * (found == x)[:, None]).sum(-1) for x in Place], -1))
     return torch.cat(parts, 1)
 
 
@@ -136,7 +152,7 @@ def future_missed_mass(
     selections: Sequence[Selection],
     window: int,
     *,
-    kept: Sequence[Tier] = (Tier.FULL, Tier.CODED),
+    kept: Sequence[Tier] = _KEPT,
     horizon: int | None = None,
     of_history: bool = False,
 ) -> torch.Tensor:
@@ -183,9 +199,7 @@ def returns(selections: Sequence[Selection]) -> torch.Tensor:
     return torch.stack(columns, -1)
 
 
-def selection_churn(
-    selections: Sequence[Selection], kept: Sequence[Tier] = (Tier.FULL, Tier.CODED)
-) -> torch.Tensor:
+def selection_churn(selections: Sequence[Selection], kept: Sequence[Tier] = _KEPT) -> torch.Tensor:
     """Jaccard distance of what two consecutive events keep: 1 - |A and B| / |A or B|.
 
     Over the windows of both histories: a window that has just become part of it was not chosen
