@@ -58,9 +58,9 @@ class Text(NamedTuple):
 class PrefilledPrompt(NamedTuple):
     """What the full model makes of a text, from which runs of the tiered model can begin.
 
-    logits: those of ``full_logits``. layers: of each one the last queries of the prompt
-    ``[n, Hq, D]``, and the keys (after RoPE) and values of all its tokens ``[T, Hkv, D]``,
-    bfloat16; and the scale of its attention.
+    logits: those of ``full_logits``. layers: of each one the last queries of the prompt, those
+    that score at least, ``[n, Hq, D]``, and the keys (after RoPE) and values of all its tokens
+    ``[T, Hkv, D]``, bfloat16; and the scale of its attention.
     """
 
     logits: torch.Tensor
@@ -100,10 +100,7 @@ class OfflineModel:
     def full_logits(self, text: Text) -> torch.Tensor:
         """Next-token logits of the full model before each decoded token, ``[n, vocab]``."""
         self.model.set_attn_implementation("sdpa")
-        count = len(text.tokens) - text.prompt
-        ids = torch.tensor([text.tokens[:-1]])
-        logits: torch.Tensor = self.model(ids, use_cache=False, logits_to_keep=count).logits[0]
-        return logits
+        return self._whole(text)
 
     @torch.no_grad()
     def prefill(self, text: Text, queries: int) -> PrefilledPrompt:
@@ -118,11 +115,14 @@ class OfflineModel:
             layers.append((q.bfloat16(), k.bfloat16(), v.bfloat16(), scale))
             return causal_attention(query, key, value, scale)
 
-        count = len(text.tokens) - text.prompt
         with self.attending(attend):
-            ids = torch.tensor([text.tokens[:-1]])
-            logits = self.model(ids, use_cache=False, logits_to_keep=count).logits[0]
-        return PrefilledPrompt(logits, layers)
+            return PrefilledPrompt(self._whole(text), layers)
+
+    def _whole(self, text: Text) -> torch.Tensor:
+        """Next-token logits before each decoded token, by one pass over the text."""
+        ids, count = torch.tensor([text.tokens[:-1]]), len(text.tokens) - text.prompt
+        logits: torch.Tensor = self.model(ids, use_cache=False, logits_to_keep=count).logits[0]
+        return logits
 
     @torch.no_grad()
     def tiered_logits(
@@ -223,8 +223,9 @@ class OfflineModel:
                 logits = self._forward([prompt[:length]], [span], attend)[0]
             else:
                 logits = prefilled[row].logits[0]
-                for layer, states in enumerate(prefilled[row].layers):
-                    attend(layer, *states)
+                scoring = length - tiers.state.claims.score_start(length)
+                for layer, (q, k, v, scale) in enumerate(prefilled[row].layers):
+                    attend(layer, q[-scoring:], k, v, scale)
             take(row, logits)
         while tokens:
             rows = list(tokens)
@@ -340,13 +341,14 @@ class _Tiers:
         chunks = self.state.start_extend([row], [0], [end])
         row_tensor = torch.tensor([row])
         starts = torch.tensor([chunk.score_start for chunk in chunks])
+        places = self._stored_at(rows, spans)
 
         def attend(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
         ) -> torch.Tensor:
             manager = self.manager
             self.state.allocate_layer(layer, chunks)
-            manager.store(layer, self._stored_at(rows, spans), k.bfloat16(), v.bfloat16())
+            manager.store(layer, places, k.bfloat16(), v.bfloat16())
             query = q.bfloat16().contiguous()
             out, count = torch.empty_like(query), query.shape[0]
             manager.kernels.extend(
@@ -365,13 +367,13 @@ class _Tiers:
         numbers, ends = [row + 1 for row in rows], [end for _, end in spans]
         self.state.start_decode(numbers, ends)
         row_tensor, lengths = torch.tensor(numbers), torch.tensor(ends)
+        places = self._stored_at(rows, spans)
 
         def attend(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
         ) -> torch.Tensor:
             manager = self.manager
-            self.state.allocate_layer(layer, [])
-            manager.store(layer, self._stored_at(rows, spans), k.bfloat16(), v.bfloat16())
+            manager.store(layer, places, k.bfloat16(), v.bfloat16())
             query = q.bfloat16().contiguous()
             out = torch.empty_like(query)
             manager.kernels.decode(

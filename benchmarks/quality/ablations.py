@@ -18,13 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
 from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
 from quality.settings import PAPER
 from quality.texts import Half
 from report import begin, parser, write_json
 from sglang_qevict.models import fetch_model
-from sglang_qevict.offline import OfflineModel, PrefilledPrompt, Text
+from sglang_qevict.offline import OfflineModel, Text
 
 Changes = dict[str, Any]
 
@@ -76,17 +76,6 @@ def _text(value: Any) -> str:
     )
 
 
-def of(config: TieringConfig, prompts: list[PrefilledPrompt]) -> list[PrefilledPrompt]:
-    """The prompts with no more queries than score."""
-    if config.prefill_scores is PrefillScores.ALL:
-        return prompts
-    count = SCORING_SPAN_TOKENS
-    return [
-        PrefilledPrompt(logits, [(q[-count:], k, v, scale) for q, k, v, scale in layers])
-        for logits, layers in prompts
-    ]
-
-
 def main() -> None:
     """Evaluate the chosen groups."""
     made = parser(__doc__ or "")
@@ -111,7 +100,7 @@ def main() -> None:
         base = PAPER if group == "paper" else TieringConfig()
         config = replace(base, budget=options.budget, **changes)
         began = time.monotonic()
-        tiered = model.tiered_logits(requests, config, prefilled=of(config, prefilled))
+        tiered = model.tiered_logits(requests, config, prefilled=prefilled)
         found = row([fidelity_of(*one) for one in zip(texts, full, tiered, strict=True)], kinds)
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))
