@@ -1,6 +1,6 @@
 """Time per output token: stock SGLang against tiering, at several contexts and batches.
 
-Both servers hold the same batch at the same time, and only one of them runs (the other is
+All servers hold the same batch at the same time, and only one of them runs (the others are
 suspended). They take turns, some steps each, so that a change of the machine meets both.
 A figure is the mean over the steps of a turn, which include routing events at their true
 frequency, and the median over the turns. All requests of a batch are streamed and decode
@@ -10,6 +10,7 @@ text of its own.
 ratio           stock's time per output token divided by ours
 marginal_ratio  the same for the part that grows with context: differences from the shortest
                 context at the same batch
+preset_ratio    time with the options of ``--beside`` divided by ours, at the same bytes
 
 At batch 1 the slopes per 1,000 tokens of context are then compared in rounds (see slopes.py),
 beside llama.cpp's where llama-cpp-python and the model's GGUF file are at hand.
@@ -24,6 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qevict_tiers.presets import PRESETS
 from report import (
     Column,
     Row,
@@ -49,6 +51,7 @@ COLUMNS = (
     Column("tiered_ms", "ours ms"),
     Column("ratio", "ratio", ".2f"),
     Column("marginal_ratio", "marginal", ".1f"),
+    Column("preset_ratio", "preset", ".2f"),
     Column("spread", "spread", ".1%"),
     Column("foreign_cores", "others", ".2f"),
 )
@@ -58,22 +61,25 @@ TARGETS = (
     Target("ratio", 5, {"context": 7000, "batch": 8}),
     Target("marginal_ratio", 8, {"context": 4700, "batch": 4}),
     Target("marginal_ratio", 10, {"context": 7000, "batch": 8}),
+    Target("preset_ratio", 0.9, {}),
 )
 
 
 def cell_row(steps: dict[str, list[list[float]]], foreign: float, context: int, batch: int) -> Row:
     """One cell of the table, from what `take_turns` measured."""
-    times = {name: [statistics.mean(turn) for turn in steps[name]] for name in NAMES}
-    stock, tiered = (statistics.median(times[name]) for name in NAMES)
+    times = {name: [statistics.mean(turn) for turn in turns] for name, turns in steps.items()}
+    medians = {name: statistics.median(means) for name, means in times.items()}
+    stock, tiered = (medians.pop(name) for name in NAMES)
     return {
         "context": context,
         "batch": batch,
         "stock_ms": stock * 1e3,
         "tiered_ms": tiered * 1e3,
         "ratio": stock / tiered,
-        "spread": max(spread(times[name]) for name in NAMES),
+        "preset_ratio": medians.popitem()[1] / tiered if medians else None,
+        "spread": max(map(spread, times.values())),
         "foreign_cores": foreign,
-        "turns_ms": {name: [x * 1e3 for x in times[name]] for name in NAMES},
+        "turns_ms": {name: [x * 1e3 for x in means] for name, means in times.items()},
     }
 
 
@@ -111,10 +117,11 @@ def run(options: argparse.Namespace) -> None:
     cells = [(context, batch) for batch in batches for context in contexts]
     rows: list[Row] = []
     slopes: dict[str, Any] = {}
-    with Servers(budget=options.budget) as servers:
+    names = (*NAMES, options.beside) if options.beside else NAMES
+    with Servers(budget=options.budget, names=names) as servers:
         with servers.running(STOCK) as server:
             texts = Texts(server)
-        with tqdm(total=len(cells) * (turns + len(NAMES)), unit="turn") as bar:
+        with tqdm(total=len(cells) * (turns + len(names)), unit="turn") as bar:
             for context, batch in cells:
                 steps, foreign = take_turns(servers, texts, context, batch, turns, turn_steps, bar)
                 row = cell_row(steps, foreign, context, batch)
@@ -123,7 +130,7 @@ def run(options: argparse.Namespace) -> None:
                     f"{context} x {batch}: stock {row['stock_ms']:.1f} ms, "
                     f"ours {row['tiered_ms']:.1f} ms, others {row['foreign_cores']:.2f} cores"
                 )
-        if 1 in batches and len(contexts) > 1:
+        if 1 in batches and len(contexts) > 1 and not options.beside:
             slopes = measure_slopes(
                 servers, texts, min(contexts), max(contexts), options.rounds, options.llama_cpp
             )
@@ -144,6 +151,9 @@ def main() -> None:
     options.add_argument("--turns", type=int, help="turns of each server (default: 5)")
     options.add_argument("--rounds", type=int, default=9, help="rounds of the slopes (default: 9)")
     options.add_argument("--budget", type=float, default=0.2, help="share of the KV bytes")
+    options.add_argument(
+        "--beside", choices=PRESETS, help="a third server with these options; leaves out the slopes"
+    )
     options.add_argument(
         "--llama-cpp",
         metavar="PYTHON",

@@ -12,15 +12,14 @@ from fractions import Fraction
 import torch
 
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
-GEOMETRY = WindowGeometry(num_q_heads=9, num_kv_heads=3, head_dim=64)
+GEOMETRY = TieringConfig().geometry(Heads(9, 3, 64))
 NUM_LAYERS = 30
 CONTEXT_LIMIT = 8192
 

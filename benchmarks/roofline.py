@@ -1,9 +1,9 @@
 """What tiered decode attention could give at best: bytes and instructions, counted.
 
 Decode attention over full precision is bound by memory: each key and value is read once. Over
-tiers fewer bytes are read, but codes have to be made numbers, so that instructions may bind. This
-counts both for one layer and one step, scores included, and divides by what the device can do. It
-measures nothing; ``benchmarks/gpu`` does.
+tiers fewer bytes are read, but codes (of 2 bits here) have to be made numbers, so that instructions
+may bind. This counts both for one layer and one step, scores included, and divides by what the
+device can do. It measures nothing; ``benchmarks/gpu`` does.
 
 bytes        read and written by one layer: windows, their lists, tables and log-sums, scores
 full_us      full attention in bfloat16 at all of the bandwidth
@@ -19,14 +19,13 @@ import argparse
 from dataclasses import dataclass
 from fractions import Fraction
 
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from report import Column, Machine, Row, parser, print_table, write_json
 
 MODELS = {
-    "Llama-3.1-8B": (WindowGeometry(num_q_heads=32, num_kv_heads=8, head_dim=128), 32),
-    "Llama-3.1-70B": (WindowGeometry(num_q_heads=64, num_kv_heads=8, head_dim=128), 80),
+    "Llama-3.1-8B": (Heads(32, 8, 128), 32),
+    "Llama-3.1-70B": (Heads(64, 8, 128), 80),
 }
 CONTEXTS, BATCHES, BUDGETS = (4096, 32_768, 131_072), (1, 8, 32), ("0.1", "0.2", "0.3")
 
@@ -65,22 +64,22 @@ class Device:
         return self.multiprocessors * 4 * 32 * self.clock
 
 
-def count(
-    geometry: WindowGeometry, layers: int, context: int, batch: int, budget: str, device: Device
-) -> Row:
+def count(heads: Heads, layers: int, context: int, batch: int, budget: str, device: Device) -> Row:
     """One row."""
-    windows = WindowBudget(TieringConfig(budget=Fraction(budget)), geometry, layers)
+    config = TieringConfig(budget=Fraction(budget), key_bits=2, value_bits=2)
+    geometry = config.geometry(heads)
+    windows = WindowBudget(config, geometry, layers)
     total = windows.num_windows(context)
     start, end = windows.history(context)
     limits = windows.capacities(context)
     full, coded = total - (end - start) + limits.full, limits.coded
-    heads, dim = geometry.num_q_heads, geometry.head_dim
+    q_heads, dim = heads.num_q_heads, heads.head_dim
 
     of_windows = full * windows.full_bytes + coded * windows.coded_bytes
     lists = (full + coded) * 3 * 4  # window, page and slot, once: caches serve the other heads
-    log_sums = 2 * (full + coded) * heads * 4
+    log_sums = 2 * (full + coded) * q_heads * 4
     scores = 2 * (full + coded) * 4
-    partials = 2 * 2 * min(MAX_SPLITS, full + coded) * heads * (dim + 2) * 4
+    partials = 2 * 2 * min(MAX_SPLITS, full + coded) * q_heads * (dim + 2) * 4
     tiered_bytes = batch * (of_windows + lists + log_sums + scores + partials)
     full_bytes = batch * total * windows.full_bytes
 
@@ -108,8 +107,8 @@ def run(options: argparse.Namespace) -> None:
     """Count, print and write."""
     device = Device(options.bandwidth, options.multiprocessors, options.clock)
     rows: list[Row] = [
-        {"model": name} | count(geometry, layers, context, batch, budget, device)
-        for name, (geometry, layers) in list(MODELS.items())[: 1 if options.quick else None]
+        {"model": name} | count(heads, layers, context, batch, budget, device)
+        for name, (heads, layers) in list(MODELS.items())[: 1 if options.quick else None]
         for context in CONTEXTS
         for batch in BATCHES
         for budget in BUDGETS

@@ -1,4 +1,4 @@
-"""A stock and a tiered server side by side, of which only the one that is measured runs.
+"""Servers side by side, usually stock and tiered, of which only the one that is measured runs.
 
 An idle SGLang scheduler spins on a core. So the server that waits is suspended (SIGSTOP), even
 in the middle of a generation: both hold their batch, and measurements take turns.
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
+from qevict_tiers.presets import DEFAULT_PRESET
 from report import warn
 from sglang_qevict.foreign_load import ForeignLoad
 from sglang_qevict.local_server import Server, ServerFailed
@@ -37,6 +38,7 @@ FLAGS = (
 
 STOCK, TIERED = "stock", "tiered"
 NAMES = (STOCK, TIERED)
+"""What is usually compared; a preset's name is a tiered server with its options."""
 
 OMEGA = 8
 """Steps between two routing events, by default."""
@@ -55,16 +57,22 @@ _PILED_UP_SECONDS = 1e-3
 
 
 def tiering_flags(name: str, budget: float) -> tuple[str, ...]:
-    """The flags in which the two servers differ."""
+    """The flags in which servers differ."""
     if name == STOCK:
         return ("--kv-tiering", "none")
-    return ("--kv-tiering", "qevict", "--kv-tiering-budget", f"{budget:g}")
+    preset = DEFAULT_PRESET if name == TIERED else name
+    return (
+        *("--kv-tiering", "qevict"),
+        *("--kv-tiering-preset", preset),
+        *("--kv-tiering-budget", f"{budget:g}"),
+    )
 
 
 class Servers:
     """Servers by name, ``flags`` for all; a context manager that leaves nothing behind."""
 
     def __init__(self, *flags: str, budget: float, names: Sequence[str] = NAMES) -> None:
+        self.names = tuple(names)
         self._logs = tempfile.TemporaryDirectory(prefix="qevict-bench-")
         self._servers = {
             name: Server(
@@ -250,10 +258,10 @@ def take_turns(
         batches[name] = held
         bar.update()
     load = ForeignLoad(servers.processes)
-    steps: dict[str, list[list[float]]] = {name: [] for name in NAMES}
+    steps: dict[str, list[list[float]]] = {name: [] for name in servers.names}
     for turn in range(turns):
         bar.set_postfix_str(f"{cell}: turn {turn + 1} of {turns}")
-        for name in NAMES if turn % 2 else NAMES[::-1]:
+        for name in servers.names if turn % 2 else servers.names[::-1]:
             with servers.running(name):
                 steps[name].append(batches[name].steps(turn_steps))
         bar.update()
@@ -273,7 +281,7 @@ def start_batches(
     """
     steps = turns * (turn_steps + _SETTLE_STEPS + 1)
     prompts = [texts.prompt(context - steps // 2) for _ in range(batch)]
-    for name in NAMES:
+    for name in servers.names:
         with servers.running(name) as server:
             held = Batch(server, prompts, steps + _SPARE_TOKENS)
             held.start()

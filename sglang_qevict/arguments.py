@@ -15,8 +15,8 @@ import torch
 
 from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import PrefixReuse, TieringConfig
-from sglang_qevict.flags import OPTIONS, config_from
+from qevict_tiers.config import Heads, PrefixReuse, TieringConfig
+from sglang_qevict.flags import DESTS, config_from
 from sglang_qevict.refusals import (
     refused_flags,
     refused_kv_dtype,
@@ -50,8 +50,6 @@ _BACKEND_FIELDS = (
     "radix_cache_backend",
 )
 
-_KEYWORDS = ("kv_tiering", *(option.dest for option in OPTIONS))
-
 
 def apply_command_line(server_args: Any, values: Mapping[str, Any]) -> None:
     """Take parsed flags; what is wrong with them ends the process with one sentence."""
@@ -67,7 +65,7 @@ def from_keywords(server_args_class: Any, keywords: dict[str, Any]) -> Any:
 
     Raises ``ValueError`` with one sentence for what is wrong.
     """
-    ours = {name: keywords.pop(name) for name in _KEYWORDS if name in keywords}
+    ours = {name: keywords.pop(name) for name in DESTS if name in keywords}
     server_args = server_args_class(**keywords)
     _apply(server_args, config_from(ours))
     return server_args
@@ -135,14 +133,12 @@ def window_geometry(model: Any, config: TieringConfig, tp_size: int = 1) -> Wind
 
     Raises ``ValueError`` for a shape that no kernel supports.
     """
-    return WindowGeometry(
-        num_q_heads=model.num_attention_heads // tp_size,
-        num_kv_heads=model.get_num_kv_heads(tp_size),
-        head_dim=model.head_dim,
-        window=config.window,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        params=config.params,
+    return config.geometry(
+        Heads(
+            model.num_attention_heads // tp_size,
+            model.get_num_kv_heads(tp_size),
+            model.head_dim,
+        )
     )
 
 

@@ -14,6 +14,7 @@ from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import Prompt, RowClaims
 from qevict_tiers.manager import TierManager
+from qevict_tiers.presets import preset_name
 from qevict_tiers.views import Views
 
 __all__ = ["CapacityPlan", "plan_capacity"]
@@ -197,7 +198,7 @@ def describe(plan: CapacityPlan) -> str:
         values = "values"
     at_most = f", but at most {plan.num_rows} requests at once" if plan.num_rows < running else ""
     return (
-        f"KV tiering is on: budget {float(config.budget):g}, "
+        f"KV tiering is on: preset {preset_name(config)}, budget {float(config.budget):g}, "
         f"quant-fraction {float(config.quant_fraction):g}, windows of {config.window}, "
         f"{keys} and {values} ({budget.coded_bytes / budget.full_bytes:.3f} of FULL bytes, "
         f"{config.params.value} parameters), route every {config.route_every}, "

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.presets import DEFAULT_PRESET, PRESETS
 
-__all__ = ["OPTIONS", "PREFIX", "Option", "add_flags", "config_from"]
+__all__ = [
+    "DESTS",
+    "OPTIONS",
+    "PREFIX",
+    "PRESET_FLAG",
+    "Option",
+    "add_flags",
+    "config_from",
+    "typed",
+]
 
 PREFIX = "kv-tiering"
+PRESET_FLAG = f"--{PREFIX}-preset"
+_PRESET_DEST = "kv_tiering_preset"
 
 
 @dataclass(frozen=True)
@@ -48,18 +60,22 @@ class Option:
 
     @property
     def default(self) -> Any:
-        """The default, as ``TieringConfig`` has it."""
+        """The default, as the preset that is the default has it."""
         return getattr(TieringConfig(), self.field)
 
     @property
     def default_text(self) -> str:
         """The default as a user would type it."""
-        value = self.default
-        if isinstance(value, Fraction):
-            return f"{float(value):g}"
-        if isinstance(value, frozenset):
-            return "none"
-        return "derived" if value is None else str(getattr(value, "value", value))
+        return typed(self.default)
+
+
+def typed(value: Any) -> str:
+    """An option's value as a user would type it."""
+    if isinstance(value, Fraction):
+        return f"{float(value):g}"
+    if isinstance(value, frozenset):
+        return ",".join(map(str, sorted(value))) or "none"
+    return "derived" if value is None else str(getattr(value, "value", value))
 
 
 _MANY_LAYERS = 10_000
@@ -173,6 +189,15 @@ _TIERING_HELP = (
     "none: stock SGLang, whatever the options below are. Default: none."
 )
 
+_PRESET_HELP = (
+    "Options by name; any of the options below that is given as well wins over it. "
+    + "; ".join(f"{name}: {preset.purpose}" for name, preset in PRESETS.items())
+    + f". Default: {DEFAULT_PRESET}, whose options are the defaults below."
+)
+
+DESTS = ("kv_tiering", _PRESET_DEST, *(option.dest for option in OPTIONS))
+"""All flags as Python names."""
+
 
 def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> None:
     """Add all flags to SGLang's parser.
@@ -193,6 +218,7 @@ def add_flags(parser: argparse.ArgumentParser, when_on: Callable[[], None]) -> N
         default=None,
         help=_TIERING_HELP,
     )
+    group.add_argument(PRESET_FLAG, choices=list(PRESETS), default=None, help=_PRESET_HELP)
     for option in OPTIONS:
         group.add_argument(
             option.flag,
@@ -216,14 +242,19 @@ def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
         return None
     if mode not in (None, "qevict"):
         raise ValueError(f"--{PREFIX} must be none or qevict, got {mode!r}")
+    preset = values.get(_PRESET_DEST)
     given = {o: values[o.dest] for o in OPTIONS if values.get(o.dest) is not None}
     if mode is None:
-        flags = ", ".join(option.flag for option in given)
+        flags = [PRESET_FLAG] * (preset is not None) + [option.flag for option in given]
         if flags:
-            raise ValueError(f"{flags} has no effect without --{PREFIX} qevict: add it")
+            raise ValueError(f"{', '.join(flags)} has no effect without --{PREFIX} qevict: add it")
         return None
-    return TieringConfig(
-        **{option.field: _parsed(option, value) for option, value in given.items()}
+    preset = DEFAULT_PRESET if preset is None else preset
+    if preset not in list(PRESETS):
+        raise ValueError(f"{PRESET_FLAG} must be one of {', '.join(PRESETS)}, got {preset!r}")
+    return replace(
+        PRESETS[preset].config,
+        **{option.field: _parsed(option, value) for option, value in given.items()},
     )
 
 

@@ -21,7 +21,7 @@ from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
@@ -85,12 +85,13 @@ class OfflineModel:
         """Layers with attention."""
         return int(self.model.config.num_hidden_layers)
 
-    def geometry(self, **code: Any) -> WindowGeometry:
-        """The windows of this model; ``code``: fields of ``WindowGeometry`` beyond the shape."""
+    @property
+    def heads(self) -> Heads:
+        """The heads of each layer."""
         config = self.model.config
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return WindowGeometry(heads, config.num_key_value_heads, dim, **code)
+        return Heads(heads, config.num_key_value_heads, dim)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids, without special tokens that a chat template would add."""
@@ -287,12 +288,7 @@ class OfflineModel:
     def _tiers(
         self, texts: Sequence[Text], new_tokens: int, config: TieringConfig, make: MakeKernels
     ) -> _Tiers:
-        geometry = self.geometry(
-            window=config.window,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            params=config.params,
-        )
+        geometry = config.geometry(self.heads)
         context = max(len(text.tokens) for text in texts) + new_tokens + 64
         return _Tiers(
             WindowBudget(config, geometry, self.num_layers),

@@ -18,6 +18,7 @@ from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import PrefixReuse
 from qevict_tiers.kept import UNLIMITED, Keep
 from qevict_tiers.manager import TierManager
+from qevict_tiers.presets import preset_name
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
 
@@ -496,6 +497,7 @@ class TieringState:
         occupancy = self.manager.occupancy()
         config = self.plan.budget.config
         return {
+            "preset": preset_name(config),
             "budget": float(config.budget),
             "quant_fraction": float(config.quant_fraction),
             "window": config.window,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import decode_windows, encode_windows
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
 from sglang_qevict.admission import Continued, TieredPrefillBudget
@@ -32,6 +33,16 @@ from sglang_qevict.state import TieringState
 
 AllocateSlots = Callable[[torch.Tensor], torch.Tensor]
 MakeKernels = Callable[[WindowGeometry, RotaryTable], AttentionKernels]
+
+SMALL: dict[str, Any] = {
+    "budget": Fraction(3, 10),
+    "quant_fraction": Fraction(7, 10),
+    "key_bits": 2,
+    "value_bits": 2,
+    "min_context": 112,
+    "local": 16,
+}
+"""Options with which a request of a few hundred tokens has windows in all tiers."""
 
 
 def rotary_table(
@@ -154,7 +165,7 @@ class MiniEngine:
         self,
         make_kernels: MakeKernels,
         config: TieringConfig,
-        geometry: WindowGeometry,
+        heads: Heads,
         num_layers: int = 2,
         kv_tokens: int = 600,
         context: int = 512,
@@ -163,6 +174,7 @@ class MiniEngine:
         rotary: RotaryTable | None = None,
         fixed_shapes: bool = False,
     ) -> None:
+        geometry = config.geometry(heads)
         self.geometry, self.config, self.check = geometry, config, check
         budget = WindowBudget(config, geometry, num_layers)
         self.plan = plan_capacity(budget, kv_tokens * budget.token_bytes, context, 64, rows, rows)

@@ -14,19 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qevict_kernels import scratch_bytes
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.kept import Keep
 from sglang_qevict.admission import Continued, TieredPrefillBudget, project_running
 from sglang_qevict.capacity import CapacityPlan, describe, plan_capacity
 from sglang_qevict.pool import TieredAllocator
 from sglang_qevict.runtime import runtime
 
-GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
+HEADS = Heads(4, 2, 64)
 LAYERS = 3
-TOKEN_BYTES = LAYERS * GEOMETRY.full_window_bytes // 8
+TOKEN_BYTES = LAYERS * TieringConfig().geometry(HEADS).full_window_bytes // 8
 
 
 def make_plan(
@@ -36,7 +35,8 @@ def make_plan(
     max_running_requests: int | None = 8,
     **options: Any,
 ) -> CapacityPlan:
-    budget = WindowBudget(TieringConfig(**options), GEOMETRY, LAYERS)
+    config = TieringConfig(**options)
+    budget = WindowBudget(config, config.geometry(HEADS), LAYERS)
     return plan_capacity(
         budget, tokens * TOKEN_BYTES, context_tokens, chunk_tokens, max_running_requests, 64
     )
@@ -53,11 +53,13 @@ def test_windows_and_tables_together_are_stocks_bytes() -> None:
 
 
 def test_what_kernels_keep_for_each_request_is_part_of_the_tables() -> None:
-    budget = WindowBudget(TieringConfig(), GEOMETRY, LAYERS)
+    config = TieringConfig()
+    geometry = config.geometry(HEADS)
+    budget = WindowBudget(config, geometry, LAYERS)
     sizes = (1 << 30, 8192, 2048, 8, 64)
     cpu, cuda = (plan_capacity(budget, *sizes, torch.device(name)) for name in ("cpu", "cuda"))
     # SGLang keeps one row more, for padding.
-    kept = scratch_bytes(GEOMETRY, torch.device("cuda"), 9, cuda.max_windows)
+    kept = scratch_bytes(geometry, torch.device("cuda"), 9, cuda.max_windows)
     # Fewer pages take smaller tables.
     assert 0.8 * kept < cpu.arena_bytes - cuda.arena_bytes <= kept
 
@@ -98,14 +100,16 @@ def test_the_log_line_tells_what_is_on_and_what_it_gives() -> None:
     plan = make_plan()
     line = describe(plan)
     assert line.startswith(
-        "KV tiering is on: budget 0.2, quant-fraction 0.7, windows of 8, 2-bit keys and values ("
+        "KV tiering is on: preset balanced, budget 0.2, quant-fraction 0.95, windows of 8, "
+        "4-bit keys and values ("
     )
     assert f"{plan.max_tokens} tokens of context (stock 16384): room for" in line
     assert "contexts of 4096 tokens (stock 4), but at most 8 requests at once;" in line
 
 
 def test_the_log_line_names_the_limit_of_requests_only_where_it_binds() -> None:
-    line = describe(make_plan(max_running_requests=32, key_bits=4))
+    line = describe(make_plan(max_running_requests=32, value_bits=2))
+    assert "KV tiering is on: preset custom," in line
     assert "4-bit keys and 2-bit values (" in line
     assert "at most" not in line
 
@@ -662,7 +666,7 @@ def test_a_match_is_cut_to_the_longest_beginning_that_fits(
     assert usable == len(pages) or not fits(usable + 1)
 
 
-@pytest.mark.parametrize("tokens", [1500, 3000, 8192])
+@pytest.mark.parametrize("tokens", [2000, 3000, 8192])
 @pytest.mark.parametrize("chunk_tokens", [8, 512, 2048, 8192, None])
 @pytest.mark.parametrize("budget", ["0.2", "0.35"])
 def test_the_longest_prompt_is_never_shorter_than_stocks(

@@ -17,7 +17,7 @@ from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.warm_up import compile_kernels
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from sglang_qevict.attention import QEvictAttentionBackend, _require_plain_attention
 
 SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "scaling": 0.125}
@@ -28,7 +28,7 @@ def _model(*layers: dict[str, Any]) -> torch.nn.Module:
 
 
 def _check(model: torch.nn.Module, num_layers: int = 2, first_layer: int = 0) -> None:
-    budget = WindowBudget(TieringConfig(), WindowGeometry(4, 2, 64), num_layers)
+    budget = WindowBudget(TieringConfig(), TieringConfig().geometry(Heads(4, 2, 64)), num_layers)
     _require_plain_attention(model, budget, first_layer)
 
 
@@ -88,8 +88,7 @@ import torch
 from mini_engine import MiniEngine
 from numba.core.dispatcher import Dispatcher
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_kernels.warm_up import compile_kernels
 
 def refuse(*args, **kwargs):
@@ -104,7 +103,7 @@ def make(geometry, rotary):
 config = TieringConfig(
     budget=Fraction(3, 10), min_context=112, local=16, promote=Promotion.DEQUANTIZE
 )
-engine = MiniEngine(make, config, WindowGeometry(2, 1, 64), kv_tokens=1600, context=640)
+engine = MiniEngine(make, config, Heads(2, 1, 64), kv_tokens=1600, context=640)
 engine.start(1, 200)
 while engine.running[1].stored < 200:
     engine.extend({1: min(64, 200 - engine.running[1].stored)})

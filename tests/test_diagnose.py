@@ -49,7 +49,7 @@ def test_policies_keep_no_more_than_the_bytes_and_see_all_attention(
     model: OfflineModel, text: Text
 ) -> None:
     config = TieringConfig(budget=Fraction(1, 2), min_context=195)
-    chosen = policies(config, model.geometry, model.num_layers, PROMPT)
+    chosen = policies(config, model.heads, model.num_layers, PROMPT)
     recording = record(model, text, 32 + STEPS)
     outcomes = {outcome.policy.name: outcome for outcome in diagnose(recording, chosen)}
     assert list(outcomes) == ["R1", "R2", "R3", "R3 off", "R4"]

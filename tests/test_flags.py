@@ -15,6 +15,7 @@ import pytest
 from command_line import make_parser
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.presets import PRESETS
 from sglang_qevict.flags import OPTIONS, Option, add_flags, config_from
 
 ON = {"kv_tiering": "qevict"}
@@ -27,8 +28,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "route_every": ("4", 4),
     "sink": ("0", 0),
     "local": ("64", 64),
-    "key_bits": ("4", 4),
-    "value_bits": ("4", 4),
+    "key_bits": ("2", 2),
+    "value_bits": ("2", 2),
     "params": ("fp16", ParamFormat.FP16),
     "prefill_scores": ("all", PrefillScores.ALL),
     "promote": ("dequantize", Promotion.DEQUANTIZE),
@@ -163,12 +164,33 @@ def test_none_overrules_an_option_such_as_one_of_a_configuration_file(option: Op
     assert config_from({"kv_tiering": "none", option.dest: VALUES[option.field][0]}) is None
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_where_options_begin(name: str) -> None:
+    config = PRESETS[name].config
+    assert config_from({**ON, "kv_tiering_preset": name}) == config
+    given = {**ON, "kv_tiering_preset": name, "kv_tiering_local": "48"}
+    assert config_from(given) == dataclasses.replace(config, local=48)
+
+
+def test_an_unknown_preset_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-preset must be one of balanced, .+ 'x'"):
+        config_from({**ON, "kv_tiering_preset": "x"})
+
+
+def test_a_preset_without_the_mode_is_an_error_and_none_overrules_it() -> None:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-preset has no effect without"):
+        config_from({"kv_tiering_preset": "paper"})
+    assert config_from({"kv_tiering": "none", "kv_tiering_preset": "paper"}) is None
+
+
 def test_an_unknown_mode_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="must be none or qevict, got 'on'"):
         config_from({"kv_tiering": "on"})
 
 
-@pytest.mark.parametrize("flag", ["--kv-tiering", "--kv-tiering-params", "--kv-tiering-promote"])
+@pytest.mark.parametrize(
+    "flag", ["--kv-tiering", "--kv-tiering-preset", "--kv-tiering-params", "--kv-tiering-promote"]
+)
 def test_argparse_refuses_an_unknown_choice_with_the_choices(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from mini_engine import MiniEngine, Request
+from mini_engine import SMALL, MiniEngine, Request
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 
-GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
+HEADS = Heads(4, 2, 64)
 SLOTS = 8
 
 
@@ -80,11 +78,11 @@ class GraphEngine(MiniEngine):
 
 
 def _engine(kind: type[MiniEngine]) -> MiniEngine:
-    config = TieringConfig(budget=Fraction(3, 10), min_context=112, local=16, route_every=4)
+    config = TieringConfig(**SMALL, route_every=4)
     return kind(
         lambda geometry, rotary: make_kernels(geometry, rotary, torch.device("cpu")),
         config,
-        GEOMETRY,
+        HEADS,
         kv_tokens=1600,
     )
 

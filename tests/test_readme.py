@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sglang_qevict.flags import OPTIONS
+from qevict_tiers.config import TieringConfig
+from qevict_tiers.presets import PRESETS
+from sglang_qevict.flags import OPTIONS, typed
 from sglang_qevict.refusals import FLAG_REFUSALS, MODEL_REFUSALS, REQUEST_REFUSALS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -21,6 +23,20 @@ def rows_of(heading: str) -> list[list[str]]:
 def test_the_table_of_flags_is_the_parser_s() -> None:
     expected = [[f"`-{o.name}`", o.default_text, o.allowed, o.help] for o in OPTIONS]
     assert rows_of("Flags") == expected
+
+
+def test_the_table_of_presets_is_complete() -> None:
+    assert rows_of("Presets") == [
+        [f"`{name}`", preset.purpose, _changes(preset.config)] for name, preset in PRESETS.items()
+    ]
+
+
+def _changes(config: TieringConfig) -> str:
+    """Options that are not the defaults, as typed."""
+    default = TieringConfig()
+    given = {o.name: (getattr(config, o.field), getattr(default, o.field)) for o in OPTIONS}
+    texts = [f"`-{name} {typed(one)}`" for name, (one, other) in given.items() if one != other]
+    return " ".join(texts) or "the defaults"
 
 
 def test_the_table_of_refusals_is_complete() -> None:

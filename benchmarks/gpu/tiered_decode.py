@@ -27,12 +27,12 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_kernels.triton import TritonKernels
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 
 MODELS = {
-    "8B": (WindowGeometry(num_q_heads=32, num_kv_heads=8, head_dim=128), 32),
-    "70B": (WindowGeometry(num_q_heads=64, num_kv_heads=8, head_dim=128), 80),
-    "tiny": (WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64), 2),
+    "8B": (TieringConfig().geometry(Heads(32, 8, 128)), 32),
+    "70B": (TieringConfig().geometry(Heads(64, 8, 128)), 80),
+    "tiny": (TieringConfig().geometry(Heads(4, 2, 64)), 2),
 }
 DISTINCT = 256
 """Windows with numbers of their own; a stack repeats them."""

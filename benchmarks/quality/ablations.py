@@ -23,6 +23,7 @@ from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
 from quality.settings import PAPER
 from quality.texts import Half
 from report import begin, parser, write_json
+from sglang_qevict.flags import typed
 from sglang_qevict.models import fetch_model
 from sglang_qevict.offline import OfflineModel, Text
 
@@ -65,15 +66,7 @@ GROUPS: Mapping[str, list[Changes]] = {
 
 def name_of(changes: Changes) -> str:
     """Options as text."""
-    return ", ".join(f"{key} {_text(value)}" for key, value in changes.items())
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, frozenset):
-        return ",".join(map(str, sorted(value)))
-    return (
-        f"{float(value):g}" if isinstance(value, Fraction) else str(getattr(value, "value", value))
-    )
+    return ", ".join(f"{key} {typed(value)}" for key, value in changes.items())
 
 
 def main() -> None:
@@ -105,7 +98,7 @@ def main() -> None:
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))
         seconds = time.monotonic() - began
-        described = {key: _text(value) for key, value in changes.items()}
+        described = {key: typed(value) for key, value in changes.items()}
         rows.append({"group": group, "options": described, "seconds": seconds, **found})
         write_json(
             options.json, machine, rows, budget=float(options.budget), half=options.half.value

@@ -115,7 +115,7 @@ def main() -> None:
     derivations = [derivation(model, seed) for seed in range(count)]
     full_topics = [model.full_logits(text) for text in topics]
     full_steps = [model.full_logits(one.text) for one in derivations]
-    chosen = options.setting or (["paper", "default"] if options.quick else list(SETTINGS))
+    chosen = options.setting or (["paper", "balanced"] if options.quick else list(SETTINGS))
     rows = []
     for name in tqdm(chosen, unit="setting"):
         config = replace(SETTINGS[name], budget=options.budget)

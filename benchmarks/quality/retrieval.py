@@ -99,7 +99,7 @@ def main() -> None:
     machine = begin(options)
     model = OfflineModel(fetch_model())
     lengths = options.characters or ([4000] if options.quick else [4000, 8000, 16000])
-    chosen = options.setting or (["paper", "default"] if options.quick else list(SETTINGS))
+    chosen = options.setting or (["paper", "balanced"] if options.quick else list(SETTINGS))
     count = 2 if options.quick else options.instances
     rows = []
     progress = tqdm(total=len(lengths) * (1 + len(chosen) * len(MODES)), unit="setting")

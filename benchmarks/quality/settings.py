@@ -1,4 +1,4 @@
-"""The settings of tiering that are compared with others: the paper's, the default, candidates."""
+"""The settings of tiering that are compared with others: presets and what they came from."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
-from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import PrefillScores, TieringConfig
+from qevict_tiers.presets import PRESETS
 
 __all__ = ["PAPER", "SETTINGS"]
 
-PAPER = TieringConfig(params=ParamFormat.FP16, promote=Promotion.DEQUANTIZE)
-"""QEvict, arXiv 2608.05326: 2 bits, float16 parameters, q = 0.7, promotion from the codes."""
+PAPER = PRESETS["paper"].config
 
 _ALL_CODED = TieringConfig(quant_fraction=Fraction(1))
 
 SETTINGS: Mapping[str, TieringConfig] = {
-    "paper": PAPER,
-    "default": TieringConfig(),
-    "q=1": _ALL_CODED,
-    "q=1, 4-bit keys": replace(_ALL_CODED, key_bits=4),
-    "q=1, 4 bits": replace(_ALL_CODED, key_bits=4, value_bits=4),
-    "q=1, scores of all": replace(_ALL_CODED, prefill_scores=PrefillScores.ALL),
+    **{name: preset.config for name, preset in PRESETS.items()},
+    "q=1, 4 bits": _ALL_CODED,
+    "q=1, 4-bit keys": replace(_ALL_CODED, value_bits=2),
+    "q=1, 4-bit values": replace(_ALL_CODED, key_bits=2),
+    "q=1, 2 bits": replace(_ALL_CODED, key_bits=2, value_bits=2),
+    "scores of all": TieringConfig(prefill_scores=PrefillScores.ALL),
 }

@@ -59,7 +59,7 @@ def run(
     request = Text(tokens[: prompt + steps], prompt)
     span = prompt if config.prefill_scores is PrefillScores.ALL else SCORING_SPAN_TOKENS
     try:
-        chosen = policies(config, offline.geometry, offline.num_layers, prompt)
+        chosen = policies(config, offline.heads, offline.num_layers, prompt)
     except ValueError as error:
         raise Problem(str(error)) from None
     outcomes = []

@@ -6,7 +6,7 @@ R1 to R4 are those of QEvict (arXiv 2608.05326), each with the same share of the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.diagnostics import (
     Place,
     Selection,
@@ -31,8 +30,6 @@ from qevict_tiers.policy import Tier
 from qevict_tiers.simulator import Event, Recording, SimulatedBudget, SimulatedConfig, simulate
 
 __all__ = ["Outcome", "Policy", "Summary", "diagnose", "policies"]
-
-MakeGeometry = Callable[..., WindowGeometry]
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,7 @@ class Outcome:
         )
 
 
-def policies(
-    config: TieringConfig, make_geometry: MakeGeometry, num_layers: int, prompt: int
-) -> list[Policy]:
+def policies(config: TieringConfig, heads: Heads, num_layers: int, prompt: int) -> list[Policy]:
     """R1 to R4 with the options of ``config``; it is R3, and the others change what they name.
 
     Every request is tiered from its prompt on, however short.
@@ -111,11 +106,7 @@ def policies(
 
     def windows_of(tokens: int, **changes: object) -> WindowBudget:
         changed = dataclasses.replace(config, window=tokens, **changes)  # type: ignore[arg-type]
-        code = (changed.window, changed.key_bits, changed.value_bits, changed.params)
-        names = ("window", "key_bits", "value_bits", "params")
-        return WindowBudget(
-            changed, make_geometry(**dict(zip(names, code, strict=True))), num_layers
-        )
+        return WindowBudget(changed, changed.geometry(heads), num_layers)
 
     single = SimulatedConfig(**{**vars(config), "window": 1, "quant_fraction": two_tiers})
     size = config.window

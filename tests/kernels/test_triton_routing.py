@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
-from mini_engine import MiniEngine, Text
+from mini_engine import SMALL, MiniEngine, Text
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.rope import RotaryTable
@@ -17,7 +16,7 @@ from qevict_kernels.triton import routing
 from qevict_kernels.triton.memory import TritonMemory
 from qevict_kernels.triton.quantize import TritonCodes
 from qevict_kernels.triton.routing import TritonRouting
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 from triton_device import DEVICE, require_device
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 on_the_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
 
-GEOMETRY = WindowGeometry(num_q_heads=2, num_kv_heads=1, head_dim=64)
+HEADS = Heads(2, 1, 64)
 
 
 class InTorch(TritonMemory, TritonCodes, ReferenceKernels):
@@ -45,12 +44,10 @@ class OnDevice(InTorch, TritonRouting):
     """Routing in a few launches."""
 
 
-def make_engine(kernels: Any, geometry: WindowGeometry, **options: Any) -> MiniEngine:
-    config = TieringConfig(
-        **{"budget": Fraction(3, 10), "min_context": 112, "local": 16, "route_every": 4} | options
-    )
+def make_engine(kernels: Any, **options: Any) -> MiniEngine:
+    config = TieringConfig(**SMALL | {"route_every": 4} | options)
     engine = MiniEngine(
-        kernels, config, geometry, num_layers=3, kv_tokens=2200, context=480, rows=4,
+        kernels, config, HEADS, num_layers=3, kv_tokens=2200, context=480, rows=4,
         fixed_shapes=True,
     )  # fmt: skip
     assert (engine.manager._on_device is not None) == (kernels is OnDevice)
@@ -82,10 +79,8 @@ def live(engine: MiniEngine) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare(geometry: WindowGeometry = GEOMETRY, **options: Any) -> dict[str, torch.Tensor]:
-    expected, found = (
-        live(make_engine(kernels, geometry, **options)) for kernels in (InTorch, OnDevice)
-    )
+def compare(**options: Any) -> dict[str, torch.Tensor]:
+    expected, found = (live(make_engine(kernels, **options)) for kernels in (InTorch, OnDevice))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
@@ -128,5 +123,5 @@ def test_windows_that_cannot_be_coded(promote: Promotion, monkeypatch: pytest.Mo
         return query, key, value
 
     monkeypatch.setattr(MiniEngine, "_draw", draw)
-    found = compare(replace(GEOMETRY, params=ParamFormat.FP16), promote=promote)
+    found = compare(params=ParamFormat.FP16, promote=promote)
     assert found["NON_FINITE"] > 3

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mini_engine import MiniEngine, Text
-from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.triton import TritonKernels
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 from triton_device import DEVICE, require_device
 
@@ -18,7 +17,7 @@ require_device()
 
 pytestmark = pytest.mark.slow
 
-GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
+HEADS = Heads(4, 2, 64)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
@@ -37,7 +36,7 @@ def test_attention_over_all_tiers_and_a_reused_prefix_equals_the_dense_oracle(
     engine = MiniEngine(
         lambda g, r: TritonKernels(g, r, DEVICE, tile=16, max_splits=2),
         config,
-        GEOMETRY,
+        HEADS,
         kv_tokens=900,
         context=320,
         rows=3,

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget, capacities
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 
-SMOL = WindowGeometry(num_q_heads=9, num_kv_heads=3, head_dim=64)
+SMOL = Heads(9, 3, 64)
 
 
 def make(layers: int = 30, **options: object) -> WindowBudget:
-    return WindowBudget(TieringConfig(**options), SMOL, layers)  # type: ignore[arg-type]
+    config = TieringConfig(**options)  # type: ignore[arg-type]
+    return WindowBudget(config, config.geometry(SMOL), layers)
 
 
 def test_capacities_match_the_worked_example_to_the_unit() -> None:

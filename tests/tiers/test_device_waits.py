@@ -18,16 +18,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mini_engine import rotary_table
-from qevict_kernels.layout import WindowGeometry
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState, _Drop
 
 CUDA = torch.device("cuda")
-GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
+GEOMETRY = TieringConfig().geometry(Heads(4, 2, 64))
 LAYERS = 2
 
 

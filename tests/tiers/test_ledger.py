@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 
-from mini_engine import MiniEngine
+from mini_engine import SMALL, MiniEngine
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.layout import ParamFormat
 from qevict_tiers.arena import Arena
-from qevict_tiers.config import Promotion, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.ledger import Counter
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
@@ -25,13 +24,11 @@ def make_engine(
     params: ParamFormat = ParamFormat.UINT8,
     fixed_shapes: bool = False,
 ) -> MiniEngine:
-    config = TieringConfig(
-        budget=Fraction(3, 10), min_context=112, local=16, promote=promote, params=params
-    )
+    config = TieringConfig(**SMALL, promote=promote, params=params)
     return MiniEngine(
         lambda g, r: make_kernels(g, r, torch.device("cpu")),
         config,
-        WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64, params=params),
+        Heads(4, 2, 64),
         kv_tokens=1600,
         context=640,
         fixed_shapes=fixed_shapes,

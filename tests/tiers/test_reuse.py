@@ -8,25 +8,22 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mini_engine import MiniEngine, Text, Waiting
+from mini_engine import SMALL, MiniEngine, Text, Waiting
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
-from qevict_tiers.config import PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.config import Heads, PrefixReuse, Promotion, TieringConfig
 from qevict_tiers.kept import Keep
 from qevict_tiers.policy import Tier
 
-GEOMETRY = WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64)
 DOCUMENT = Text(document=1, tokens=400)
 
 
 def make_engine(
     kv_tokens: int = 3000, check: bool = False, fixed_shapes: bool = False, **options: object
 ) -> MiniEngine:
-    settings: dict[str, object] = {"budget": Fraction(3, 10), "min_context": 112, "local": 16}
     return MiniEngine(
         lambda g, r: make_kernels(g, r, torch.device("cpu")),
-        TieringConfig(**{**settings, **options}),  # type: ignore[arg-type]
-        GEOMETRY,
+        TieringConfig(**{**SMALL, **options}),
+        Heads(4, 2, 64),
         kv_tokens=kv_tokens,
         context=640,
         check=check,

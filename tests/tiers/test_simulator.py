@@ -20,13 +20,13 @@ from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import Heads, PrefillScores, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 from qevict_tiers.simulator import Event, Recording, SimulatedBudget, SimulatedConfig, simulate
 
 # -- against the real path ----------------------------------------------------------------
 
-GEOMETRY = WindowGeometry(num_q_heads=1, num_kv_heads=1, head_dim=64)
+HEADS = Heads(1, 1, 64)
 DOCUMENT = Text(document=1, tokens=160)
 
 
@@ -76,7 +76,7 @@ def make_engine(**options: object) -> MiniEngine:
     return MiniEngine(
         LosslessKernels,
         TieringConfig(**chosen),
-        GEOMETRY,
+        HEADS,
         kv_tokens=1600,
         context=320,
     )
@@ -89,7 +89,7 @@ def record(engine: MiniEngine, name: int, prompt: int, text: Text, total: int) -
         queries = [engine._draw(request, layer, position)[0] for position in range(total)]
         query, keys = torch.cat(queries).float(), request.keys[layer][:, 0].float()
         future = torch.ones(total, total).triu(1).bool()
-        logits = (query @ keys.T * GEOMETRY.head_dim**-0.5).masked_fill(future, -math.inf)
+        logits = (query @ keys.T * HEADS.head_dim**-0.5).masked_fill(future, -math.inf)
         layers.append(logits.softmax(-1))
     return Recording(torch.stack(layers), prompt)
 
@@ -149,12 +149,12 @@ def test_tiers_ranks_and_scores_are_those_of_the_tier_manager_event_by_event(
     assert cached == text.tokens
     engine.extend({2: prompt - cached})
     budget = engine.plan.budget
-    events = simulate(recording, budget, shared=cached // GEOMETRY.window)
+    events = simulate(recording, budget, shared=cached // engine.geometry.window)
     assert len(events) == 1 + (steps - 1) // engine.config.route_every
     assert {Tier.FULL, Tier.CODED, Tier.EVICTED} == set(events[-1].tiers.unique().tolist())
     # Something moved later on, and what was evicted would have gathered more.
     assert (events[-1].tiers[:, : events[0].tiers.shape[1]] != events[0].tiers).any()
-    blind = simulate(recording, budget, shared=cached // GEOMETRY.window, renormalize=False)
+    blind = simulate(recording, budget, shared=cached // engine.geometry.window, renormalize=False)
     assert not torch.allclose(blind[-1].scores, events[-1].scores, rtol=1e-3)
     assert_serves_as_simulated(engine, 2, events, steps - 1)
 
@@ -418,7 +418,7 @@ def test_queries_before_the_scoring_span_and_narrow_floats_change_nothing() -> N
 
 
 def test_given_bytes_make_the_rule_of_the_geometry_that_has_them() -> None:
-    served = WindowBudget(TieringConfig(), WindowGeometry(9, 3, 64), 30)
+    served = WindowBudget(TieringConfig(), TieringConfig().geometry(Heads(9, 3, 64)), 30)
     given = SimulatedBudget(TieringConfig(), 30, served.full_bytes, served.coded_bytes)
     for tokens in (513, 1000, 4096):
         assert given.capacities(tokens) == served.capacities(tokens)

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mini_engine import MiniEngine, Text, Waiting
-from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
-from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.config import Heads, PrefillScores, PrefixReuse, Promotion, TieringConfig
 from qevict_tiers.ledger import Counter
 
-GEOMETRY = WindowGeometry(num_q_heads=2, num_kv_heads=1, head_dim=64, window=4)
+HEADS = Heads(2, 1, 64)
 
 
 class Kernels(TorchMemory, ReferenceKernels):
@@ -65,7 +64,7 @@ class RequestLives(RuleBasedStateMachine):
         self.engine = MiniEngine(
             lambda g, r: Kernels(g, r),
             config,
-            GEOMETRY,
+            HEADS,
             kv_tokens=260,
             context=160,
             rows=4,
@@ -212,7 +211,7 @@ def test_requests_that_outgrow_the_memory_are_retracted_and_start_anew() -> None
         budget=Fraction(1, 2), window=4, route_every=5, sink=2, local=6, min_context=40
     )
     engine = MiniEngine(
-        lambda g, r: Kernels(g, r), config, GEOMETRY, kv_tokens=260, context=160, rows=4
+        lambda g, r: Kernels(g, r), config, HEADS, kv_tokens=260, context=160, rows=4
     )
     waiting = [Waiting(name, 60) for name in range(4)]
     retracted = 0

@@ -7,28 +7,27 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mini_engine import MiniEngine, rotary_table
+from mini_engine import SMALL, MiniEngine, rotary_table
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.layout import ParamFormat
 from qevict_kernels.rope import RotaryTable
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import Heads, PrefillScores, Promotion, TieringConfig
 from qevict_tiers.policy import Tier
 
-GEOMETRY = WindowGeometry(num_q_heads=6, num_kv_heads=2, head_dim=64)
-CONFIG = {"budget": Fraction(3, 10), "min_context": 112, "local": 16}
+HEADS = Heads(6, 2, 64)
 
 
 def make_engine(
-    geometry: WindowGeometry = GEOMETRY,
+    heads: Heads = HEADS,
     rotary: RotaryTable | None = None,
     fixed_shapes: bool = False,
     **options: object,
 ) -> MiniEngine:
-    config = TieringConfig(**{**CONFIG, "window": geometry.window, **options})  # type: ignore[arg-type]
+    config = TieringConfig(**{**SMALL, **options})
     return MiniEngine(
         lambda g, r: make_kernels(g, r, torch.device("cpu")),
         config,
-        geometry,
+        heads,
         kv_tokens=1600,
         context=640,
         check=True,
@@ -136,9 +135,12 @@ def test_routing_and_outputs_are_the_same_alone_and_among_others() -> None:
 def test_every_code_equals_its_dense_counterpart(
     bits: tuple[int, int], params: ParamFormat
 ) -> None:
-    geometry = WindowGeometry(4, 2, 64, 8, *bits, params)
     engine = make_engine(
-        geometry, key_bits=bits[0], value_bits=bits[1], params=params, quant_fraction=Fraction(1)
+        Heads(4, 2, 64),
+        key_bits=bits[0],
+        value_bits=bits[1],
+        params=params,
+        quant_fraction=Fraction(1),
     )
     engine.start(1, 180)
     engine.extend({1: 180})
@@ -162,7 +164,7 @@ def test_models_of_every_shape_equal_dense_attention(
     heads: int, kv_heads: int, head_dim: int, scaling: str, is_neox: bool
 ) -> None:
     rotary = rotary_table(head_dim, scaling=scaling, is_neox=is_neox)
-    engine = make_engine(WindowGeometry(heads, kv_heads, head_dim), rotary)
+    engine = make_engine(Heads(heads, kv_heads, head_dim), rotary)
     engine.start(1, 170)
     engine.extend({1: 90})
     engine.start(2, 20)
@@ -198,7 +200,7 @@ def test_a_doubled_scale_in_the_codes_changes_outputs() -> None:
         engine.start(1, 200)
         engine.extend({1: 200})
         records = engine.manager.coded_arena
-        header = GEOMETRY.record.header
+        header = engine.geometry.record.header
         floats = records[..., header : header + 24].contiguous().view(torch.float32)
         floats[..., 3] *= factor
         records[..., header : header + 24] = floats.view(torch.uint8)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from typing import NamedTuple
 
-from qevict_kernels.layout import SUPPORTED_BITS, SUPPORTED_WINDOWS, ParamFormat
+from qevict_kernels.layout import (
+    SUPPORTED_BITS,
+    SUPPORTED_WINDOWS,
+    ParamFormat,
+    WindowGeometry,
+)
 
-__all__ = ["PrefillScores", "PrefixReuse", "Promotion", "TieringConfig"]
+__all__ = ["Heads", "PrefillScores", "PrefixReuse", "Promotion", "TieringConfig"]
 
 
 class PrefillScores(Enum):
@@ -39,6 +45,14 @@ class PrefixReuse(Enum):
     OFF = "off"
 
 
+class Heads(NamedTuple):
+    """The attention heads of a layer, as one rank has them."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
 SCORING_SPAN_TOKENS = 32
 """Prompt tokens whose queries score with ``PrefillScores.LAST``."""
 
@@ -65,13 +79,13 @@ class TieringConfig:
     """
 
     budget: Fraction = Fraction(1, 5)
-    quant_fraction: Fraction = Fraction(7, 10)
+    quant_fraction: Fraction = Fraction(19, 20)
     window: int = 8
     route_every: int = 8
     sink: int = 5
     local: int = 32
-    key_bits: int = 2
-    value_bits: int = 2
+    key_bits: int = 4
+    value_bits: int = 4
     params: ParamFormat = ParamFormat.UINT8
     prefill_scores: PrefillScores = PrefillScores.LAST
     promote: Promotion = Promotion.ALIAS
@@ -112,6 +126,19 @@ class TieringConfig:
             "full-layers",
             sorted(self.full_layers),
             "layer numbers from 0",
+        )
+
+    def geometry(self, heads: Heads) -> WindowGeometry:
+        """Windows of a model with these heads.
+
+        Raises ``ValueError`` for a shape that no kernel supports.
+        """
+        return WindowGeometry(
+            *heads,
+            window=self.window,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            params=self.params,
         )
 
 
