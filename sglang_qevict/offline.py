@@ -29,7 +29,7 @@ from sglang_qevict.state import TieringState
 __all__ = [
     "Divergence",
     "OfflineModel",
-    "PrefilledPrompt",
+    "PrefilledText",
     "Text",
     "causal_attention",
     "divergence",
@@ -55,14 +55,17 @@ class Text(NamedTuple):
     prompt: int
 
 
-class PrefilledPrompt(NamedTuple):
+class PrefilledText(NamedTuple):
     """What the full model makes of a text, from which runs of the tiered model can begin.
 
-    logits: those of ``full_logits``. layers: of each one the last queries of the prompt, those
-    that score at least, ``[n, Hq, D]``, and the keys (after RoPE) and values of all its tokens
-    ``[T, Hkv, D]``, bfloat16; and the scale of its attention.
+    Their prompt may be any beginning of it, from its own prompt on.
+
+    logits: those of ``full_logits``. layers: of each one queries ``[n, Hq, D]``, the last of the
+    prompt, those that score at least, and all after it; keys (after RoPE) and values of all
+    tokens but the last ``[T, Hkv, D]``, bfloat16; and the scale of its attention.
     """
 
+    prompt: int
     logits: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]
 
@@ -104,20 +107,19 @@ class OfflineModel:
         return self._whole(text)
 
     @torch.no_grad()
-    def prefill(self, text: Text, queries: int) -> PrefilledPrompt:
-        """``full_logits``, and the prompt for many runs with its last ``queries``."""
+    def prefill(self, text: Text, queries: int) -> PrefilledText:
+        """``full_logits``, and the text for many runs with the prompt's last ``queries``."""
         layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
         ) -> torch.Tensor:
-            scoring = slice(max(0, text.prompt - queries), text.prompt)
-            q, k, v = query[scoring], key[: text.prompt], value[: text.prompt]
-            layers.append((q.bfloat16(), k.bfloat16(), v.bfloat16(), scale))
+            scoring = query[max(0, text.prompt - queries) :]
+            layers.append((scoring.bfloat16(), key.bfloat16(), value.bfloat16(), scale))
             return causal_attention(query, key, value, scale)
 
         with self.attending(attend):
-            return PrefilledPrompt(self._whole(text), layers)
+            return PrefilledText(text.prompt, self._whole(text), layers)
 
     def _whole(self, text: Text) -> torch.Tensor:
         """Next-token logits before each decoded token, by one pass over the text."""
@@ -131,7 +133,7 @@ class OfflineModel:
         texts: Sequence[Text],
         config: TieringConfig,
         make: MakeKernels = production_kernels,
-        prefilled: Sequence[PrefilledPrompt] | None = None,
+        prefilled: Sequence[PrefilledText] | None = None,
     ) -> list[torch.Tensor]:
         """The same of the tiered model, for a batch of texts that are decoded together.
 
@@ -172,6 +174,7 @@ class OfflineModel:
         new_tokens: int,
         config: TieringConfig,
         make: MakeKernels = production_kernels,
+        prefilled: Sequence[PrefilledText] | None = None,
     ) -> list[list[int]]:
         """The same of the tiered model, for a batch; tokens beyond a prompt are decoded first.
 
@@ -189,7 +192,7 @@ class OfflineModel:
             answers[row].append(token)
             return token if len(answers[row]) < new_tokens else None
 
-        self._decode(texts, self._tiers(texts, new_tokens, config, make), follow)
+        self._decode(texts, self._tiers(texts, new_tokens, config, make), follow, prefilled)
         return answers
 
     @property
@@ -202,7 +205,7 @@ class OfflineModel:
         texts: Sequence[Text],
         tiers: _Tiers,
         follow: Callable[[int, torch.Tensor], int | None],
-        prefilled: Sequence[PrefilledPrompt] | None = None,
+        prefilled: Sequence[PrefilledText] | None = None,
     ) -> None:
         """Prefill each prompt, then decode together, a token a step.
 
@@ -223,10 +226,12 @@ class OfflineModel:
             if prefilled is None:
                 logits = self._forward([prompt[:length]], [span], attend)[0]
             else:
-                logits = prefilled[row].logits[0]
-                scoring = length - tiers.state.claims.score_start(length)
-                for layer, (q, k, v, scale) in enumerate(prefilled[row].layers):
-                    attend(layer, q[-scoring:], k, v, scale)
+                first, all_logits, layers = prefilled[row]
+                logits = all_logits[length - first]
+                for layer, (q, k, v, scale) in enumerate(layers):
+                    skipped = len(k) - len(q)  # queries that were not kept
+                    scoring = q[tiers.state.claims.score_start(length) - skipped : length - skipped]
+                    attend(layer, scoring, k[:length], v[:length], scale)
             take(row, logits)
         while tokens:
             rows = list(tokens)

@@ -11,14 +11,14 @@ A setting's score is the mean over the instances that the full model solves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
 from quality.settings import SETTINGS
 from quality.tasks import TASKS, Task, make, score
 from quality.texts import Half
@@ -64,7 +64,7 @@ def instances(
     return made
 
 
-def solved(instances: Sequence[Instance], answers: Sequence[str]) -> list[float]:
+def solved(instances: Sequence[Instance], answers: Iterable[str]) -> list[float]:
     """The score of each instance."""
     return [score(instance.task, text) for instance, text in zip(instances, answers, strict=True)]
 
@@ -90,39 +90,60 @@ def by_kind(
 def main() -> None:
     """Ask all settings."""
     made = parser(__doc__ or "")
-    made.add_argument("--budget", type=Fraction, default=Fraction(1, 5), help="default: 0.2")
+    made.add_argument("--budget", type=Fraction, help="default: each setting's own")
     made.add_argument("--setting", action="append", choices=SETTINGS, help="default: all")
-    made.add_argument("--characters", type=int, action="append", help="default: 4000, 8000, 16000")
-    made.add_argument("--instances", type=int, default=20, help="of each kind (default: 20)")
+    made.add_argument("--characters", type=int, action="append", help="default: 4000, 10000")
+    made.add_argument("--instances", type=int, default=8, help="of each kind (default: 8)")
     made.add_argument("--half", type=Half, default=Half.TEST, help="test (default) or tune")
     options = made.parse_args()
     machine = begin(options)
     model = OfflineModel(fetch_model())
-    lengths = options.characters or ([4000] if options.quick else [4000, 8000, 16000])
+    lengths = options.characters or ([4000] if options.quick else [4000, 10_000])
     chosen = options.setting or (["paper", "balanced"] if options.quick else list(SETTINGS))
     count = 2 if options.quick else options.instances
     rows = []
-    progress = tqdm(total=len(lengths) * (1 + len(chosen) * len(MODES)), unit="setting")
+    settings = {
+        name: SETTINGS[name]
+        if options.budget is None
+        else replace(SETTINGS[name], budget=options.budget)
+        for name in chosen
+    }
+    # All queries only where a setting has them score.
+    last = [config.prefill_scores is PrefillScores.LAST for config in settings.values()]
+    queries = SCORING_SPAN_TOKENS if all(last) else max(lengths)
+    progress = tqdm(total=len(lengths) * count * len(TASKS), unit="instance")
     for characters in lengths:
         asked = instances(model.tokenizer, characters, count, options.half)
-        full = solved(asked, _full(model, asked))
-        progress.update()
-        for name in chosen:
-            config = replace(SETTINGS[name], budget=options.budget)
-            for mode in MODES:
-                scores = solved(asked, _tiered(model, asked, mode, config))
-                row = {
-                    "setting": name,
-                    "mode": mode,
-                    "context": sum(len(one.context) for one in asked) // len(asked),
-                    "batch": 1,
-                    "full": sum(full) / len(full),
-                    **by_kind(asked, full, scores),
-                }
-                rows.append(row)
-                progress.update()
-                progress.write(f"{name}, {mode}, {row['context']} tokens: {row['score']}")
-        write_json(options.json, machine, rows, budget=float(options.budget))
+        scores: dict[tuple[str, str], list[float]] = defaultdict(list)
+        full: list[float] = []
+        for first in range(0, len(asked), BATCH):
+            some = asked[first : first + BATCH]
+            full += solved(some, _full(model, some))
+            # Once for all settings; the token at the end is none of the prompt's.
+            prefilled = [
+                model.prefill(Text([*one.context, *one.question, 0], len(one.context)), queries)
+                for one in some
+            ]
+            for name in chosen:
+                config = settings[name]
+                for mode in MODES:
+                    texts = [one.text(mode) for one in some]
+                    answers = model.tiered_answers(
+                        texts, ANSWER_TOKENS, config, prefilled=prefilled
+                    )
+                    scores[name, mode] += solved(some, map(model.tokenizer.decode, answers))
+            progress.update(len(some))
+        for (name, mode), mine in scores.items():
+            row = {
+                "setting": name,
+                "mode": mode,
+                "context": sum(len(one.context) for one in asked) // len(asked),
+                "full": sum(full) / len(full),
+                **by_kind(asked, full, mine),
+            }
+            rows.append(row)
+            progress.write(f"{name}, {mode}, {row['context']} tokens: {row['score']}")
+        write_json(options.json, machine, rows, budget=options.budget and float(options.budget))
     progress.close()
     print_table(
         rows,
@@ -139,17 +160,6 @@ def main() -> None:
 def _full(model: OfflineModel, asked: Sequence[Instance]) -> list[str]:
     found = model.full_answers([one.text("before") for one in asked], ANSWER_TOKENS)
     return [model.tokenizer.decode(tokens) for tokens in found]
-
-
-def _tiered(
-    model: OfflineModel, asked: Sequence[Instance], mode: str, config: TieringConfig
-) -> list[str]:
-    answers: list[str] = []
-    for first in range(0, len(asked), BATCH):
-        texts = [one.text(mode) for one in asked[first : first + BATCH]]
-        found = model.tiered_answers(texts, ANSWER_TOKENS, config)
-        answers += [model.tokenizer.decode(tokens) for tokens in found]
-    return answers
 
 
 if __name__ == "__main__":
