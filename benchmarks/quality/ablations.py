@@ -1,7 +1,8 @@
 """What each option of tiering is worth: KL and top-1 agreement at equal bytes.
 
 Every configuration holds the same share of the full-precision bytes, parameters, alignment and
-protected windows counted. Groups vary one or two options around the defaults.
+protected windows counted. Groups vary one or two options around the defaults. The group *presets*
+has those, each at the budget that it is made for.
 
     cd benchmarks && python -m quality.ablations --budget 0.2 --group split --json split.json
 """
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.presets import PRESETS
 from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
 from quality.settings import PAPER
 from quality.texts import Half
@@ -43,6 +45,7 @@ GROUPS: Mapping[str, list[Changes]] = {
     "codes": list(
         _grid(quant_fraction=_shares(1), window=[8, 16, 32], key_bits=[2, 4], value_bits=[2, 4])
     ),
+    "presets": [{"preset": name} for name in PRESETS],
     "split": [
         {"quant_fraction": Fraction(0)},
         *_grid(quant_fraction=_shares(0.5, 0.7, 0.85, 1), key_bits=[2, 4], value_bits=[2, 4]),
@@ -69,6 +72,12 @@ def name_of(changes: Changes) -> str:
     return ", ".join(f"{key} {typed(value)}" for key, value in changes.items())
 
 
+def _config(group: str, changes: Changes, budget: Fraction) -> TieringConfig:
+    if group == "presets":
+        return PRESETS[changes["preset"]].config
+    return replace(PAPER if group == "paper" else TieringConfig(), budget=budget, **changes)
+
+
 def main() -> None:
     """Evaluate the chosen groups."""
     made = parser(__doc__ or "")
@@ -90,19 +99,24 @@ def main() -> None:
         chosen = chosen[:4]
     progress = tqdm(chosen, unit="setting")
     for group, changes in progress:
-        base = PAPER if group == "paper" else TieringConfig()
-        config = replace(base, budget=options.budget, **changes)
+        config = _config(group, changes, options.budget)
         began = time.monotonic()
         tiered = model.tiered_logits(requests, config, prefilled=prefilled)
         found = row([fidelity_of(*one) for one in zip(texts, full, tiered, strict=True)], kinds)
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))
-        seconds = time.monotonic() - began
         described = {key: typed(value) for key, value in changes.items()}
-        rows.append({"group": group, "options": described, "seconds": seconds, **found})
-        write_json(
-            options.json, machine, rows, budget=float(options.budget), half=options.half.value
+        row_budget = float(config.budget)
+        rows.append(
+            {
+                "group": group,
+                "options": described,
+                "budget": row_budget,
+                "seconds": seconds,
+                **found,
+            }
         )
+        write_json(options.json, machine, rows, half=options.half.value)
 
 
 if __name__ == "__main__":
