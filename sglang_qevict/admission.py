@@ -90,7 +90,7 @@ class TieredPrefillBudget(PrefillBudget):
             # prompts wait for a pass that has a whole chunk left.
             return True, 0
         self._truncates = truncated
-        sharing = Sharing(start // self.page_size)
+        sharing = Sharing(len(self.prefix))
         self._candidate_tokens = total_tokens
         prefill = claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing)
         final_tokens = input_tokens + max_new_tokens

@@ -145,7 +145,7 @@ def window_geometry(model: Any, config: TieringConfig, tp_size: int = 1) -> Wind
 def _problem_with(model: Any, config: TieringConfig, kv_cache_dtype: str) -> str | None:
     from sglang.srt.platforms import current_platform
 
-    for sentence in refused_platform(current_platform):
+    for sentence in refused_platform(current_platform, config):
         return sentence
     for sentence in refused_model(model):
         return sentence

@@ -22,6 +22,7 @@ from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
 from sglang_qevict.rotary import attention_layers, find_rotary
 from sglang_qevict.runtime import runtime
+from sglang_qevict.spill import open_spill
 from sglang_qevict.state import Chunk, TieringState
 
 __all__ = ["QEvictAttentionBackend"]
@@ -109,7 +110,9 @@ def build_state(runner: Any) -> TieringState:
     )
     manager.warm_up()
     logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
-    return TieringState(plan, manager, req_to_token)
+    with refusing(runner.server_args):
+        spill = open_spill(runner, manager, pool.start_layer)
+    return TieringState(plan, manager, req_to_token, spill)
 
 
 class QEvictAttentionBackend(AttentionBackend):

@@ -6,10 +6,18 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.config import (
+    ByteSize,
+    PrefillScores,
+    PrefixFidelity,
+    PrefixReuse,
+    Promotion,
+    TieringConfig,
+)
 from qevict_tiers.presets import DEFAULT_PRESET, PRESETS
 
 __all__ = [
@@ -42,6 +50,8 @@ class Option:
     allowed: str
     help: str
     choices: tuple[str, ...] | None = None
+    none: str = "derived"
+    """What a default of None is called."""
 
     @property
     def flag(self) -> str:
@@ -66,7 +76,7 @@ class Option:
     @property
     def default_text(self) -> str:
         """The default as a user would type it."""
-        return typed(self.default)
+        return self.none if self.default is None else typed(self.default)
 
 
 def typed(value: Any) -> str:
@@ -75,7 +85,14 @@ def typed(value: Any) -> str:
         return f"{float(value):g}"
     if isinstance(value, frozenset):
         return ",".join(map(str, sorted(value))) or "none"
-    return "derived" if value is None else str(getattr(value, "value", value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(getattr(value, "value", value))
+
+
+def _switch(text: str) -> bool:
+    # YAML reads a bare on or off as a truth value.
+    return {"on": True, "off": False, "True": True, "False": False}[text]
 
 
 _MANY_LAYERS = 10_000
@@ -96,7 +113,13 @@ def _layers(text: str) -> frozenset[int]:
     return frozenset(layers)
 
 
-_METAVARS: dict[Callable[[str], Any], str] = {Fraction: "SHARE", int: "N", _layers: "LAYERS"}
+_METAVARS: dict[Callable[[str], Any], str] = {
+    Fraction: "SHARE",
+    int: "N",
+    _layers: "LAYERS",
+    Path: "DIR",
+    ByteSize.parse: "BYTES",
+}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -182,6 +205,41 @@ OPTIONS: tuple[Option, ...] = (
         "such as 0,1,28-29",
         "Layers whose windows all stay FULL; their bytes come out of the budget.",
     ),
+    Option(
+        "ssd-dir",
+        "ssd_dir",
+        Path,
+        "a directory",
+        "Switches on the SSD tier: the originals of all windows are written behind to this "
+        "directory, and come back when a request begins alike.",
+        none="none",
+    ),
+    Option(
+        "ssd-size",
+        "ssd_size",
+        ByteSize.parse,
+        "bytes, or such as 512M, 16G",
+        "How much the SSD tier may take; the coldest goes first.",
+    ),
+    Option(
+        "ssd-persist",
+        "ssd_persist",
+        _switch,
+        "on, off",
+        "Whether the SSD tier outlives the server: on keeps it for the next one with the same "
+        "model, off empties it at start and end.",
+        ("on", "off"),
+    ),
+    Option(
+        "prefix-fidelity",
+        "prefix_fidelity",
+        PrefixFidelity,
+        "full, codes",
+        "What a prefix is reused as where its originals lie on the SSD: full brings them back, "
+        "so that a new question sees all of it as it was; codes takes the originals only where "
+        "memory keeps no codes.",
+        tuple(x.value for x in PrefixFidelity),
+    ),
 )
 
 _TIERING_HELP = (
@@ -262,5 +320,5 @@ def _parsed(option: Option, value: Any) -> Any:
     try:
         is_list = isinstance(value, (list, tuple, set, frozenset, range))
         return option.parse(",".join(map(str, value)) if is_list else str(value))
-    except (ValueError, ZeroDivisionError):
+    except (KeyError, ValueError, ZeroDivisionError):
         raise ValueError(f"{option.flag} must be {option.allowed}, got {value!r}") from None

@@ -152,6 +152,7 @@ def prepare_for_extend(result: None, batch: Any) -> None:
             request.extend_end,
             shared=() if row in state.ledger else batch.tree_cache.matched_pages(request),
             publishes=not request.skip_radix_cache_insert,
+            spilled=batch.tree_cache.spilled(request),
         )
     state.make_room(batch.tree_cache.evict_until)
 

@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    zero_match_result,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
@@ -14,11 +19,18 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_qevict.arguments import refusing
 from sglang_qevict.runtime import runtime
+from sglang_qevict.spill import SpilledRequest
 
 __all__ = ["TieredRadixCache", "create_cache"]
 
 _MATCHED = "_kv_tiering_matched"
 """An attribute of SGLang's requests: pages that the last match found, known on the host."""
+
+_SPILLED = "_kv_tiering_spilled"
+"""The same: what the SSD tier has and gets of the request."""
+
+_RECALLED = "_kv_tiering_recalled"
+"""The same: token locations of its own, for the prefix that the SSD tier has read for it."""
 
 _LEAF_WINDOWS, _MAX_LEAVES = 64, 32
 """Windows that one leaf may have, which is what is evicted at once; but a request is not split into
@@ -39,6 +51,7 @@ class TieredRadixCache(UnifiedRadixCache):
         if not req.finished():
             return
         row, start = req.kv.req_pool_idx, req.kv.cache_protected_len
+        state.finish(row, min(up_to, state.launched_tokens(row)))
         up_to = min(up_to, state.publishable_tokens(row)) // self.page_size * self.page_size
         if up_to <= start:
             return
@@ -64,13 +77,15 @@ class TieredRadixCache(UnifiedRadixCache):
         if state is None or req is None:
             return result
         setattr(req, _MATCHED, ())
-        if not result.device_prefix_len:
-            return result
+        setattr(req, _RECALLED, None)
         matched = result.device_prefix_len // self.page_size
+        pages = self._pages_to(result.last_device_node, matched) if matched else []
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        pages = self._pages_to(result.last_device_node, matched)
         usable = state.ledger.usable_pages(pages, prompt, prompt + left)
+        if recalled := self._to_recall(req, params.key, prompt, usable):
+            nothing = zero_match_result(self, result, extra_key=req.extra_key)
+            return nothing._replace(host_hit_length=recalled * self.page_size)
         setattr(req, _MATCHED, pages[:usable])
         if usable == matched:
             return result
@@ -86,8 +101,62 @@ class TieredRadixCache(UnifiedRadixCache):
             MatchPrefixParams(key=limited, cow_mamba=params.cow_mamba, req=req)
         )
 
+    def _to_recall(self, req: Any, key: RadixKey, prompt: int, usable: int) -> int:
+        """How many windows to read from the SSD tier, instead of what memory has."""
+        state = runtime.require_state()
+        if state.spill is None or req.skip_radix_cache_insert:
+            return 0
+        spilled = getattr(req, _SPILLED, None)
+        if spilled is None:
+            spilled = state.spill.request(
+                req.cache_salt, req.extra_key, lambda: [*req.origin_input_ids, *req.output_ids]
+            )
+            setattr(req, _SPILLED, spilled)
+        windows = len(key) // self.page_size
+        # Segments are routed before their prompt's end is known; what is recalled can't be.
+        if not windows or not state.claims.is_exact(prompt):
+            return 0
+        return state.spill.find(spilled, windows, usable)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
+        """Read what a match promised from the SSD tier, into pages of the request's own.
+
+        Returns the tokens that are there, all or none, and the node of the tree that they follow.
+        """
+        req, tokens = params.req, params.host_hit_length
+        allocator = self.token_to_kv_pool_allocator
+        self.evict_until(lambda: allocator.available_size() >= tokens)
+        spill, spilled = runtime.require_state().spill, getattr(req, _SPILLED)
+        assert spill is not None
+        locations = allocator.alloc(tokens)
+        # Asked on every rank, whatever came of the allocation.
+        if spill.read(spilled, tokens // self.page_size, wanted=locations is not None):
+            setattr(req, _RECALLED, locations)
+            return tokens, req.last_node
+        if locations is not None:
+            allocator.free(locations)
+        return 0, req.last_node
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """Where a request's prefix lies: on the tree's way, or in pages of its own."""
+        recalled: torch.Tensor | None = getattr(req, _RECALLED, None)
+        if recalled is not None:
+            return recalled[: req.prefix_len]
+        found: torch.Tensor = super().prefix_device_indices(req)
+        return found
+
+    def load_back_is_cache_owned(self) -> bool:
+        """False: pages of a recalled prefix are the request's own until it finishes."""
+        return False
+
+    def spilled(self, req: Any) -> SpilledRequest | None:
+        """What the SSD tier has and gets of a request."""
+        return getattr(req, _SPILLED, None)
+
     def matched_pages(self, req: Any) -> Sequence[int]:
-        """Pages of the prefix that a request is about to reuse: what its last match found."""
+        """Pages of the prefix that a request is about to share: what its last match found."""
+        if getattr(req, _RECALLED, None) is not None:
+            return ()
         count = req.prefix_len // self.page_size
         pages: Sequence[int] = getattr(req, _MATCHED, ())
         assert count <= len(pages), "a request reuses more than its last match found"
@@ -144,4 +213,7 @@ def create_cache(context: Any) -> Any:
                 "--kv-tiering qevict admits requests through the prefix cache, which SGLang "
                 "disables for this model: drop --kv-tiering, or serve another model"
             )
-    return create_unified_radix_cache(context, cache_class=TieredRadixCache)
+    cache = create_unified_radix_cache(context, cache_class=TieredRadixCache)
+    if (spill := runtime.require_state().spill) is not None:
+        spill.decide_with(cache.attn_tp_group)
+    return cache

@@ -265,10 +265,15 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
         )
 
 
-def refused_platform(platform: Any) -> Iterator[str]:
-    """A sentence for SGLang's platform at hand, unless there are kernels for it."""
+def refused_platform(platform: Any, config: TieringConfig) -> Iterator[str]:
+    """A sentence for SGLang's platform at hand, unless it can do what is asked."""
     if platform.device_type == "cpu":
         return
+    if config.ssd_dir is not None:
+        yield (
+            "--kv-tiering-ssd-dir serves on CPUs only so far: drop --kv-tiering-ssd-dir on "
+            f"{platform.device_name}"
+        )
     found = platform.device_name
     if platform.is_cuda():
         capability = platform.get_device_capability()

@@ -21,6 +21,7 @@ from qevict_tiers.manager import TierManager
 from qevict_tiers.presets import preset_name
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
+from sglang_qevict.spill import SpilledRequest, SpillTier
 
 __all__ = ["CHECK_VARIABLE", "Chunk", "TieringState"]
 
@@ -31,10 +32,19 @@ CHECK_VARIABLE = "QEVICT_CHECK_INTEGRITY"
 
 
 class _Open(NamedTuple):
-    """A row begins, and may leave so many windows."""
+    """A row begins: how many windows it may leave and shares, and what the SSD tier has of it."""
 
     row: int
     publishable: int
+    shared: int
+    spilled: SpilledRequest | None
+
+
+class _Finish(NamedTuple):
+    """A row is about to end well, with so many whole windows."""
+
+    row: int
+    windows: int
 
 
 class _Close(NamedTuple):
@@ -76,7 +86,7 @@ class _Drop(NamedTuple):
 EvictUntil = Callable[[Callable[[], bool]], None]
 """Evicts from the prefix cache, in its own order, until a condition holds or nothing is left."""
 
-_Event = _Open | _Close | _Publish | _Raise | _Limit | _Drop
+_Event = _Open | _Finish | _Close | _Publish | _Raise | _Limit | _Drop
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class Chunk:
     route_at: int | None
     lazy: bool
     is_whole: bool
+    recalled: int
+    """Windows before ``start`` that come from the SSD tier in this launch."""
 
 
 class TieringState:
@@ -111,9 +123,16 @@ class TieringState:
     checker of that (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER=1``) is told what they decide.
     """
 
-    def __init__(self, plan: CapacityPlan, manager: TierManager, req_to_token: torch.Tensor):
+    def __init__(
+        self,
+        plan: CapacityPlan,
+        manager: TierManager,
+        req_to_token: torch.Tensor,
+        spill: SpillTier | None = None,
+    ):
         self.plan = plan
         self.manager = manager
+        self.spill = spill
         self.claims = plan.claims
         self.ledger = ClaimLedger(plan.claims, manager.arena.capacity_bytes, plan.num_pages)
         self._reuses = plan.budget.config.prefix_reuse is not PrefixReuse.OFF
@@ -125,7 +144,7 @@ class TieringState:
 
     # -- the scheduler's side -------------------------------------------------------
 
-    @rank_consensus(same_params=True)
+    @rank_consensus(same_params=["row", "prompt_tokens", "end", "shared", "publishes"])
     def extend_prepared(
         self,
         row: int,
@@ -133,11 +152,13 @@ class TieringState:
         end: int,
         shared: Sequence[int] = (),
         publishes: bool = True,
+        spilled: SpilledRequest | None = None,
     ) -> None:
         """The next launch prefills a row up to token ``end``.
 
-        Of a row that begins, ``shared`` are the kept pages of its reused prefix, and
-        ``publishes`` tells whether it may leave its windows when it ends.
+        Of a row that begins, ``shared`` are the kept pages of its reused prefix, ``publishes``
+        tells whether it may leave its windows when it ends, and ``spilled`` is what the SSD tier
+        has and gets of it.
         """
         if row not in self.ledger:
             publishable = UNLIMITED if self._reuses and publishes else 0
@@ -147,7 +168,7 @@ class TieringState:
                 publishable,
                 shared,
             )
-            self._events.append(_Open(row, publishable))
+            self._events.append(_Open(row, publishable, len(shared), spilled))
         self.ledger.advance(row, end)
 
     def most_beside_a_prefix(self, prompt_tokens: int) -> int | None:
@@ -164,13 +185,21 @@ class TieringState:
         """Leading tokens of a row that may be kept if it ends now: no more than were launched."""
         if row not in self.ledger:
             return 0
-        launched = self._view_tokens.get(row, 0)
-        return min(self.ledger.publishable(row) * self._window, launched)
+        return min(self.ledger.publishable(row) * self._window, self.launched_tokens(row))
+
+    def launched_tokens(self, row: int) -> int:
+        """Tokens of a row that a launch has brought it to, or is bringing it to."""
+        return self._view_tokens.get(row, 0)
 
     def pages(self, row: int, windows: range) -> torch.Tensor:
         """Pages of windows of a row, int64 on the device."""
         tokens = slice(windows.start * self._window, windows.stop * self._window, self._window)
         return self._req_to_token[row, tokens].to(torch.int64) // self._window
+
+    def finish(self, row: int, tokens: int) -> None:
+        """A row is about to end well with so many tokens, before any of it is published."""
+        if self.spill is not None:
+            self._events.append(_Finish(row, tokens // self._window))
 
     @rank_consensus(same_params=True)
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
@@ -266,6 +295,8 @@ class TieringState:
         self._prepared = ([], [])
         self._view_tokens.clear()
         self.manager.clear()
+        if self.spill is not None:
+            self.spill.forget_rows()
 
     def reset_allocator(self) -> None:
         """Nothing is allocated apart from rows (auxiliary cache)."""
@@ -317,6 +348,8 @@ class TieringState:
         self._route_due([chunk.row for chunk in chunks], [chunk.start for chunk in chunks])
         lazy = {chunk.row for chunk in chunks if chunk.lazy}
         self._grow([chunk.row for chunk in chunks], [chunk.end for chunk in chunks], lazy)
+        everything = slice(0, self.manager.num_layers)
+        self._restore(everything, [chunk for chunk in chunks if not chunk.lazy])
         self._launched([chunk.row for chunk in chunks])
         return chunks
 
@@ -332,11 +365,20 @@ class TieringState:
             rows = [event.row for event in events]
             self.manager.open(rows, [event.publishable for event in events])
             self._view_tokens.update(dict.fromkeys(rows, 0))
+            for event in events:
+                if self.spill is not None and event.spilled is not None:
+                    self.spill.open(event.row, event.spilled, event.shared)
+        elif kind is _Finish:
+            for event in events:
+                if self.spill is not None:
+                    self.spill.finish(event.row, event.windows)
         elif kind is _Close:
             rows = [event.row for event in events]
             self.manager.close(rows)
             for row in rows:
                 self._view_tokens.pop(row, None)
+                if self.spill is not None:
+                    self.spill.close(row)
         elif kind is _Publish:
             for event in events:
                 self.manager.publish(event.row, event.start, event.end, event.keep)
@@ -354,13 +396,22 @@ class TieringState:
     @single_threaded
     def allocate_layer(self, layer: int, chunks: list[Chunk]) -> None:
         """Make the FULL copies of lazy chunks in one layer."""
-        pages = [
-            self.pages(chunk.row, self._windows(chunk.start, chunk.end))
-            for chunk in chunks
-            if chunk.lazy
-        ]
-        if pages:
+        lazy = [chunk for chunk in chunks if chunk.lazy]
+        if lazy:
+            pages = [
+                self.pages(
+                    chunk.row, self._windows(0 if chunk.recalled else chunk.start, chunk.end)
+                )
+                for chunk in lazy
+            ]
             self.manager.allocate_full(slice(layer, layer + 1), torch.cat(pages))
+            self._restore(slice(layer, layer + 1), lazy)
+
+    def _restore(self, layers: slice, chunks: Sequence[Chunk]) -> None:
+        """Put what the SSD tier has read for these chunks into their FULL copies."""
+        for chunk in chunks:
+            if self.spill is not None and chunk.recalled:
+                self.spill.restore(layers, chunk.row)
 
     @single_threaded
     def route_layer(self, layer: int, chunks: list[Chunk]) -> None:
@@ -368,6 +419,8 @@ class TieringState:
         due = [(chunk.row, chunk.route_at) for chunk in chunks if chunk.route_at is not None]
         if due:
             rows, tokens = zip(*due, strict=True)
+            if self.spill is not None:
+                self.spill.take(slice(layer, layer + 1), due)
             self.manager.route(slice(layer, layer + 1), list(rows), list(tokens))
             if layer == self.manager.num_layers - 1:
                 self._log_routed(due)
@@ -375,11 +428,12 @@ class TieringState:
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
         prompt, shared = self.ledger.prompt_tokens(row), self.ledger.sharing(row).shared
         is_whole = not shared and self.claims.is_unrouted(prompt, start)
+        recalled = self.spill.recalled(row) if self.spill is not None else 0
         if start >= prompt:
-            return Chunk(row, start, end, start, route_at=None, lazy=False, is_whole=is_whole)
+            return Chunk(row, start, end, start, None, lazy=False, is_whole=is_whole, recalled=0)
         segment_end = start + self.claims.chunk_limit(prompt, start)
         route_at = self.claims.routing_point(prompt, end)
-        in_one = start == shared * self._window and end == prompt
+        in_one = start == max(shared, recalled) * self._window and end == prompt
         return Chunk(
             row,
             start,
@@ -388,6 +442,7 @@ class TieringState:
             route_at=route_at,
             lazy=in_one and route_at is not None,
             is_whole=is_whole,
+            recalled=recalled,
         )
 
     def _route_due(self, rows: list[int], stored: list[int]) -> None:
@@ -398,6 +453,8 @@ class TieringState:
         ]
         if due:
             everything = slice(0, self.manager.num_layers)
+            if self.spill is not None:
+                self.spill.take(everything, due)
             self.manager.route(everything, [row for row, _ in due], [n for _, n in due])
             self._log_routed(due)
 
@@ -526,4 +583,5 @@ class TieringState:
             "requests": len(self.ledger),
             "kept_pages": self.ledger.kept.num_pages,
             "max_logical_tokens": self.plan.max_tokens,
+            "spill": None if self.spill is None else self.spill.report(),
         }

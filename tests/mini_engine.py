@@ -7,6 +7,7 @@ random keys and values, remembers every original, and so can say what attention 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import SimpleNamespace
@@ -26,9 +27,12 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
+from qevict_tiers.spill.keys import KeySpace, LayerSpan, SpillKey
+from qevict_tiers.spill.records import Reading, ReadStatus, Record, as_bytes
 from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.spill import SpilledRequest, SpillTier
 from sglang_qevict.state import TieringState
 
 AllocateSlots = Callable[[torch.Tensor], torch.Tensor]
@@ -98,10 +102,16 @@ class Request:
     values: list[torch.Tensor] = field(default_factory=list)
     coded: set[tuple[int, int]] = field(default_factory=set)
     """(layer, window) that were coded at some time."""
+    spilled: SpilledRequest | None = None
 
     def source(self, position: int) -> int:
         """Whose token is at a position: the document's or its own."""
         return -self.text.document if position < self.text.tokens else self.name
+
+    def tokens(self) -> list[int]:
+        """Token ids of all that is stored or prompt: the same where pages hold the same."""
+        count = max(self.prompt, self.stored)
+        return [self.source(position) * 100_000 + position for position in range(count)]
 
     def page_keys(self, count: int, window: int) -> list[Hashable]:
         """What the first so many windows hold, as a prefix cache tells pages apart."""
@@ -118,6 +128,40 @@ class Waiting(NamedTuple):
     prompt: int
     text: Text = OWN_TEXT
     new: int = 1
+
+
+class MemoryStore:
+    """As much of a spill store as recalls ask, in memory and done at once."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, bytes] = {}
+
+    def put(self, records: Sequence[Record]) -> Future[int]:
+        """Keep copies."""
+        self.records.update({one.key: bytes(as_bytes(one.payload)) for one in records})
+        return _done(len(records))
+
+    def contains(self, keys: Sequence[SpillKey]) -> Future[list[bool]]:
+        """Which of them are there."""
+        return _done([key in self.records for key in keys])
+
+    def get(
+        self, keys: Sequence[SpillKey], into: Sequence[torch.Tensor], deadline_seconds: float
+    ) -> Future[list[Reading]]:
+        """Copies into buffers."""
+        readings = []
+        for key, buffer in zip(keys, into, strict=True):
+            found = self.records.get(key)
+            if found is not None:
+                as_bytes(buffer)[:] = found
+            readings.append(Reading(ReadStatus.MISS if found is None else ReadStatus.HIT))
+        return _done(readings)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class _Backend(QEvictAttentionBackend):
@@ -173,6 +217,7 @@ class MiniEngine:
         check: bool = False,
         rotary: RotaryTable | None = None,
         fixed_shapes: bool = False,
+        store: MemoryStore | None = None,
     ) -> None:
         geometry = config.geometry(heads)
         self.geometry, self.config, self.check = geometry, config, check
@@ -191,7 +236,11 @@ class MiniEngine:
             torch.bfloat16,
             fixed_shapes,
         )
-        self.state = TieringState(self.plan, manager, self.req_to_token)
+        spill = None
+        if store is not None:
+            space = KeySpace("model", "bfloat16", geometry.window)
+            spill = SpillTier(manager, store, space, LayerSpan(0, num_layers))  # type: ignore[arg-type]
+        self.state = TieringState(self.plan, manager, self.req_to_token, spill)
         self.manager, self.kernels, self.num_layers = manager, kernels, num_layers
         self.free_rows = list(range(rows, 0, -1))
         self.free_pages = list(range(self.plan.num_pages, 0, -1))
@@ -250,13 +299,15 @@ class MiniEngine:
             if limit <= 0 or not self.free_rows or not budget.has_capacity():
                 break
             request = Request(name, prompt, text)
-            budget.prefix = self._match(request, new)
-            left = prompt - len(budget.prefix) * window
+            pages_found = self._match(request, new)
+            recalled = self._to_recall(request, len(pages_found))
+            budget.prefix = [] if recalled else pages_found
+            left = prompt - (recalled or len(pages_found)) * window
             locked = request.page_keys(len(budget.prefix), window)
             self.tree.lock(locked, 1)
             fits, most = budget.check_prefill(
                 extend_input_len=left,
-                total_tokens=left + new + window,
+                total_tokens=left + recalled * window + new + window,
                 max_new_tokens=new,
                 input_tokens=prompt,
                 chunk_limit=limit,
@@ -287,14 +338,28 @@ class MiniEngine:
         self.running[name] = request
         self.outputs[name] = []
         request.pages = self._match(request, new)
-        request.shared = len(request.pages)
+        recalled = self._to_recall(request, len(request.pages))
+        if recalled and self.state.spill.read(request.spilled, recalled):
+            request.pages = [self._take_page() for _ in range(recalled)]
+        request.shared = 0 if recalled else len(request.pages)
         self.tree.lock(request.page_keys(request.shared, self.geometry.window), 1)
-        cached = request.shared * self.geometry.window
+        cached = len(request.pages) * self.geometry.window
         for layer in range(self.num_layers):
             for position in range(cached):
                 self._draw(request, layer, position)
         self._point(request, 0, cached)
         return cached
+
+    def _to_recall(self, request: Request, matched: int) -> int:
+        """Windows of a request that are to come from the store."""
+        spill = self.state.spill
+        if spill is None:
+            return 0
+        request.spilled = spill.request(str(request.text.salt), None, request.tokens)
+        windows = (request.prompt - 1) // self.geometry.window
+        if not windows or not self.state.claims.is_exact(request.prompt):
+            return 0
+        return spill.find(request.spilled, windows, matched)
 
     def can_decode(self, names: list[int]) -> bool:
         """Whether these requests' next tokens fit, by claims and by pages."""
@@ -331,7 +396,9 @@ class MiniEngine:
         for request, start in zip(requests, starts, strict=True):
             if start < request.prompt:
                 shared = request.pages[: request.shared]
-                self.state.extend_prepared(request.row, request.prompt, request.stored, shared)
+                self.state.extend_prepared(
+                    request.row, request.prompt, request.stored, shared, spilled=request.spilled
+                )
         assert self.state.make_room(self._evict_until)
         self._launch_extend(requests, starts)
 
@@ -378,6 +445,7 @@ class MiniEngine:
         window, kept = self.geometry.window, request.shared
         locked = request.page_keys(request.shared, window)
         if publish:
+            self.state.finish(request.row, request.stored)
             tokens = min(request.stored, self.state.publishable_tokens(request.row))
             kept = max(kept, tokens // window)
             keys = request.page_keys(kept, window)
@@ -467,10 +535,13 @@ class MiniEngine:
     def _allocate(self, request: Request, length: int) -> None:
         window = self.geometry.window
         while len(request.pages) * window < length:
-            if not self.free_pages:
-                assert self.evict()
-            request.pages.append(self.free_pages.pop())
+            request.pages.append(self._take_page())
         self._point(request, request.stored, length)
+
+    def _take_page(self) -> int:
+        if not self.free_pages:
+            assert self.evict()
+        return self.free_pages.pop()
 
     def _point(self, request: Request, start: int, end: int) -> None:
         """Tokens ``[start, end)`` of a row lie in its pages."""

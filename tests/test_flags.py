@@ -8,13 +8,20 @@ import subprocess
 import sys
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command_line import make_parser
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.config import (
+    PrefillScores,
+    PrefixFidelity,
+    PrefixReuse,
+    Promotion,
+    TieringConfig,
+)
 from qevict_tiers.presets import PRESETS
 from sglang_qevict.flags import OPTIONS, Option, add_flags, config_from
 
@@ -37,6 +44,10 @@ VALUES: dict[str, tuple[str, object]] = {
     "min_context": ("1024", 1024),
     "exact_prefill_tokens": ("4096", 4096),
     "full_layers": ("0,2-4", frozenset({0, 2, 3, 4})),
+    "ssd_dir": ("/tmp/spill", Path("/tmp/spill")),
+    "ssd_size": ("512M", 512 << 20),
+    "ssd_persist": ("on", True),
+    "prefix_fidelity": ("codes", PrefixFidelity.CODES),
 }
 
 # Values outside the range; one that is no number at all where a number is wanted.
@@ -52,6 +63,9 @@ WRONG: list[tuple[str, str]] = [
     *(("min-context", text) for text in ("0", "36", "-1")),
     *(("exact-prefill-tokens", text) for text in ("0", "511", "many")),
     *(("full-layers", text) for text in ("-1", "0,x", "3-", "-3", "4-2", "0;1", "0-99999999999")),
+    *(("ssd-size", text) for text in ("0", "-1G", "16Q", "G", "many", "1/0")),
+    *(("ssd-persist", text) for text in ("yes", "1")),
+    ("prefix-fidelity", "exact"),
     ("params", "int8"),
     ("promote", "restore"),
     ("prefix-reuse", "on"),
@@ -86,7 +100,7 @@ def test_help_of_a_flag_tells_range_and_default(option: Option) -> None:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_the_default_that_help_tells_is_the_default(option: Option) -> None:
     if option.default is None:
-        assert option.default_text == "derived"
+        assert option.default_text in ("derived", "none")
     else:
         assert option.parse(option.default_text) == option.default
 
@@ -137,7 +151,7 @@ def test_a_keyword_may_have_the_values_own_type(option: Option) -> None:
         given: Any = value.value
     elif isinstance(value, Fraction):
         given = float(value)
-    elif isinstance(value, frozenset):
+    elif isinstance(value, (frozenset, Path)):
         given = text
     else:
         given = value

@@ -17,6 +17,7 @@ from sglang.srt.platforms.device_mixin import DeviceCapability
 from sglang.srt.server_args import ServerArgs
 
 from command_line import parse, tiered
+from qevict_tiers.config import TieringConfig
 from sglang_qevict.arguments import check_model, from_keywords
 from sglang_qevict.refusals import (
     FLAG_REFUSALS,
@@ -199,7 +200,7 @@ def _platform(device_type: str, name: str, capability: tuple[int, int] | None = 
     [_platform("cpu", "cpu"), *(_platform("cuda", "cuda", c) for c in ((8, 0), (8, 9), (10, 0)))],
 )
 def test_cpus_and_gpus_from_ampere_on_are_served(platform: Any) -> None:
-    assert list(refused_platform(platform)) == []
+    assert list(refused_platform(platform, TieringConfig())) == []
 
 
 @pytest.mark.parametrize(
@@ -211,11 +212,17 @@ def test_cpus_and_gpus_from_ampere_on_are_served(platform: Any) -> None:
     ],
 )
 def test_another_device_is_refused_with_what_is_served(platform: Any, told: str) -> None:
-    (sentence,) = refused_platform(platform)
+    (sentence,) = refused_platform(platform, TieringConfig())
     assert sentence == (
         "--kv-tiering qevict has kernels for CPUs and for NVIDIA GPUs of compute capability 8.0 or "
         f"later, but not for {told}: drop --kv-tiering"
     )
+
+
+def test_the_ssd_tier_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    platform = _platform("cuda", "cuda", (9, 0))
+    (sentence,) = refused_platform(platform, TieringConfig(ssd_dir=tmp_path))
+    assert sentence.startswith("--kv-tiering-ssd-dir serves on CPUs only so far: drop ")
 
 
 def test_routing_chunk_by_chunk_needs_chunks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_engine import MiniEngine, Text, Waiting
+from mini_engine import MemoryStore, MiniEngine, Text, Waiting
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
 from qevict_tiers.config import Heads, PrefillScores, PrefixReuse, Promotion, TieringConfig
@@ -36,6 +36,7 @@ class RequestLives(RuleBasedStateMachine):
         full_layers=st.sampled_from([frozenset[int](), frozenset({1})]),
         reuse=st.sampled_from([PrefixReuse.CODES, PrefixReuse.CODES, PrefixReuse.OFF]),
         fixed_shapes=st.booleans(),
+        spills=st.booleans(),
     )
     def make(
         self,
@@ -46,6 +47,7 @@ class RequestLives(RuleBasedStateMachine):
         full_layers: frozenset[int],
         reuse: PrefixReuse,
         fixed_shapes: bool,
+        spills: bool,
     ) -> None:
         config = TieringConfig(
             budget=Fraction(3, 4) if full_layers else Fraction(1, 2),
@@ -69,6 +71,7 @@ class RequestLives(RuleBasedStateMachine):
             context=160,
             rows=4,
             fixed_shapes=fixed_shapes,
+            store=MemoryStore() if spills and reuse is PrefixReuse.CODES else None,
         )
         self.names = 0
         self.retracted: list[Waiting] = []

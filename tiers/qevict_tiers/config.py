@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 from qevict_kernels.layout import (
@@ -14,7 +15,15 @@ from qevict_kernels.layout import (
     WindowGeometry,
 )
 
-__all__ = ["Heads", "PrefillScores", "PrefixReuse", "Promotion", "TieringConfig"]
+__all__ = [
+    "ByteSize",
+    "Heads",
+    "PrefillScores",
+    "PrefixFidelity",
+    "PrefixReuse",
+    "Promotion",
+    "TieringConfig",
+]
 
 
 class PrefillScores(Enum):
@@ -35,6 +44,17 @@ class Promotion(Enum):
     DEQUANTIZE = "dequantize"
 
 
+class PrefixFidelity(Enum):
+    """What a prefix is reused as where its originals lie on the SSD.
+
+    FULL: the originals, which the new tokens attend to before they are routed by them. CODES:
+    the codes that are kept in memory; originals only where these are gone.
+    """
+
+    FULL = "full"
+    CODES = "codes"
+
+
 class PrefixReuse(Enum):
     """What later requests with the same prefix get of a finished request.
 
@@ -43,6 +63,26 @@ class PrefixReuse(Enum):
 
     CODES = "codes"
     OFF = "off"
+
+
+class ByteSize(int):
+    """A number of bytes that is typed and printed as ``512M`` or ``16G``."""
+
+    _UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+
+    @classmethod
+    def parse(cls, text: str) -> ByteSize:
+        """Raises ``ValueError`` for what is no such number."""
+        for suffix, unit in cls._UNITS:
+            if text.upper().endswith(suffix):
+                return cls(Fraction(text[:-1]) * unit)
+        return cls(text)
+
+    def __str__(self) -> str:
+        for suffix, unit in self._UNITS:
+            if self and self % unit == 0:
+                return f"{self // unit}{suffix}"
+        return str(int(self))
 
 
 class Heads(NamedTuple):
@@ -55,6 +95,9 @@ class Heads(NamedTuple):
 
 SCORING_SPAN_TOKENS = 32
 """Prompt tokens whose queries score with ``PrefillScores.LAST``."""
+
+
+_SSD_SIZE = ByteSize(16 << 30)
 
 
 @dataclass(frozen=True)
@@ -74,6 +117,9 @@ class TieringConfig:
     exact_prefill_tokens: prompts up to this length are attended in full precision and
         routed once, after their last token; None: whatever fits the memory.
     full_layers: layers whose windows all stay FULL.
+    ssd_dir: where originals are written behind, or None for no such tier. ssd_size: bytes of
+        it. ssd_persist: whether it outlives the server. prefix_fidelity: see
+        ``PrefixFidelity``.
 
     Raises ``ValueError`` with the option, the value and the remedy.
     """
@@ -93,6 +139,10 @@ class TieringConfig:
     min_context: int = 512
     exact_prefill_tokens: int | None = None
     full_layers: frozenset[int] = field(default_factory=frozenset)
+    ssd_dir: Path | None = None
+    ssd_size: ByteSize = _SSD_SIZE
+    ssd_persist: bool = False
+    prefix_fidelity: PrefixFidelity = PrefixFidelity.FULL
 
     def __post_init__(self) -> None:
         _check(0 < self.budget <= 1, "budget", float(self.budget), "above 0 and at most 1")
@@ -126,6 +176,13 @@ class TieringConfig:
             "full-layers",
             sorted(self.full_layers),
             "layer numbers from 0",
+        )
+        _check(self.ssd_size > 0, "ssd-size", self.ssd_size, "bytes above 0, or such as 512M, 16G")
+        _check(
+            self.ssd_dir is None or self.prefix_reuse is not PrefixReuse.OFF,
+            "ssd-dir",
+            self.ssd_dir,
+            "left out with --kv-tiering-prefix-reuse off, which reuses nothing",
         )
 
     def geometry(self, heads: Heads) -> WindowGeometry:

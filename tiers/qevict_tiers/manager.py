@@ -194,6 +194,23 @@ class TierManager:
         """``store`` for tokens that ``locate`` found."""
         self._store(places.slots[layer], places.offsets, keys, values)
 
+    def originals(self, layers: slice, row: int, windows: range) -> torch.Tensor:
+        """The FULL copies of a row's windows: uint8 ``[windows, layers, bytes]``, a copy."""
+        slots = self._full_slots(layers, row, windows)
+        return self.arena.full.slots[slots].view(len(windows), -1, self.budget.full_bytes)
+
+    def restore(self, layers: slice, row: int, originals: torch.Tensor) -> None:
+        """Write what ``originals`` gave into the FULL copies of a row's first windows."""
+        slots = self._full_slots(layers, row, range(len(originals)))
+        self.arena.full.slots[slots] = originals.flatten(0, 1)
+
+    def _full_slots(self, layers: slice, row: int, windows: range) -> torch.Tensor:
+        """FULL slots of a row's windows, of one window after another: int64 ``[n]``."""
+        pages = self.views.page_table[row, windows.start : windows.stop].to(torch.int64)
+        slots = self._full_slot[layers, pages].T.flatten().to(torch.int64)
+        assert bool((slots >= 0).all()), "a window has no FULL copy"
+        return slots
+
     def _locate(self, layers: slice, locations: torch.Tensor) -> StorePlaces:
         window = self.budget.geometry.window
         pages = torch.div(locations, window, rounding_mode="floor")

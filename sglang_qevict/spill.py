@@ -1,0 +1,360 @@
+"""The SSD tier: originals of windows are written behind, and come back when a request begins alike.
+
+A window's original is taken once, with all layers in one record, when it is about to be ranked for
+the first time (until then it was protected, so it is FULL in every layer), or when its request
+finishes. What is known of lengths decides, so all ranks of a tensor-parallel group write the same
+windows. A record is named by the hash of all tokens up to the window's end, so it is found by
+whoever begins alike, whatever became of the request and of its pages.
+
+A request whose beginning is in the store is *recalled*: before it is admitted, the originals are
+read into host memory; its first launch puts them into FULL copies of its own, layer by layer where
+it can, and the new tokens attend to them as if they had been computed. It shares nothing, and is
+routed afresh.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from sglang.srt.runtime_context import get_parallel
+
+from qevict_tiers.config import PrefixFidelity
+from qevict_tiers.manager import TierManager
+from qevict_tiers.spill.file import DirectoryInUse
+from qevict_tiers.spill.keys import KeyChain, KeySpace, Kind, LayerSpan, SpillKey, model_fingerprint
+from qevict_tiers.spill.local import LocalMedium
+from qevict_tiers.spill.records import Contents, ReadStatus, Record
+from qevict_tiers.spill.store import SpillStore
+
+__all__ = ["BreakEven", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 512 << 20
+"""Originals that may wait in memory to be written; what comes beyond is dropped and counted."""
+
+_MAX_READS = 1 << 16
+"""More windows than a request has: a recall reads all of them at once."""
+
+
+@dataclass
+class RecallCounters:
+    """What recalls did: requests, windows and bytes, since the start."""
+
+    requests: int = 0
+    windows: int = 0
+    bytes: int = 0
+    nanoseconds: int = 0
+    """Time for which admission waited for reads."""
+    failed: int = 0
+    """Requests whose originals could not be read, or not in time: they were computed instead."""
+    not_worth_it: int = 0
+    """Requests that were computed, since reading would have taken longer."""
+
+
+class SpilledRequest:
+    """What the store has and gets of one request."""
+
+    def __init__(
+        self, chain: KeyChain, layers: LayerSpan, tokens: Callable[[], Sequence[int]]
+    ) -> None:
+        self._chain = chain
+        self._layers = layers
+        self._tokens = tokens
+        self.recalled = 0
+        """Its first windows that come from the store."""
+        self.originals: torch.Tensor | None = None
+        """Those, uint8 ``[windows, L, bytes]``, until its first launch has put them in place."""
+        self.written = 0
+        """Its first windows that need not be written any more."""
+
+    def keys(self, windows: range) -> list[SpillKey]:
+        """Names of windows, fewer if the host does not know all tokens of them yet."""
+        known = len(self._chain.hashes)
+        if windows.stop > known:
+            size = self._chain.window
+            tokens = self._tokens()[known * size : windows.stop * size]
+            self._chain.extend(tokens[: len(tokens) // size * size])
+        named = range(windows.start, min(windows.stop, len(self._chain.hashes)))
+        return [self._chain.key(window, self._layers, Kind.ORIGINAL) for window in named]
+
+
+@dataclass
+class _Taken:
+    """Originals on their way to the store, layer by layer: uint8 ``[windows, L, bytes]``."""
+
+    request: SpilledRequest
+    row: int
+    windows: range
+    keys: list[SpillKey]
+    originals: torch.Tensor
+
+
+class BreakEven:
+    """Whether reading windows is faster than computing them, from what both took lately.
+
+    Nothing measured means that it is. A measurement counts for ``memory_seconds``, so that a disk
+    that was slow once is tried again.
+    """
+
+    def __init__(self, memory_seconds: float = 60) -> None:
+        self._memory_seconds = memory_seconds
+        self._bytes_per_second: float | None = None
+        self._read_at = 0.0
+        self._tokens_per_second: float | None = None
+
+    def read(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes were read in so long."""
+        self._bytes_per_second, self._read_at = num_bytes / max(seconds, 1e-9), time.monotonic()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of a prompt were computed in so long."""
+        self._tokens_per_second = tokens / max(seconds, 1e-9)
+
+    def is_worth_it(self, num_bytes: int, tokens: int) -> bool:
+        """Whether to read so many bytes instead of computing so many tokens."""
+        if self._bytes_per_second is None or self._tokens_per_second is None:
+            return True
+        if time.monotonic() - self._read_at > self._memory_seconds:
+            return True
+        return num_bytes / self._bytes_per_second < tokens / self._tokens_per_second
+
+    def patience_seconds(self, tokens: int) -> float:
+        """How long a read may take: as long as it takes to compute the tokens."""
+        if self._tokens_per_second is None:
+            return _LONGEST_READ_SECONDS
+        return min(_LONGEST_READ_SECONDS, tokens / self._tokens_per_second)
+
+
+_LONGEST_READ_SECONDS = 5.0
+
+
+@dataclass
+class SpillTier:
+    """Writes originals behind and recalls them, for one rank.
+
+    layers: those of the model that this rank has. The store's threads are the only ones that wait
+    for the disk, save that admission waits for the reads of a recall, no longer than it saves.
+    """
+
+    manager: TierManager
+    store: SpillStore
+    space: KeySpace
+    layers: LayerSpan
+
+    def __post_init__(self) -> None:
+        self.break_even = BreakEven()
+        self.counters = RecallCounters()
+        self._group: Any = None
+        self._rows: dict[int, SpilledRequest] = {}
+        self._taken: list[_Taken] = []
+        budget = self.manager.budget
+        self._window = budget.config.window
+        self._record_bytes = budget.num_layers * budget.full_bytes
+        self._fidelity = budget.config.prefix_fidelity
+
+    # -- what is in the store ---------------------------------------------------------
+
+    def request(
+        self, salt: str | None, extra_key: str | None, tokens: Callable[[], Sequence[int]]
+    ) -> SpilledRequest:
+        """A request's windows, whose tokens so far ``tokens`` gives whenever it is asked."""
+        return SpilledRequest(self.space.chain(salt, extra_key), self.layers, tokens)
+
+    def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
+        """How many of its first windows to recall, 0 for none.
+
+        ``windows``: that it could use. ``matched``: that memory has for it.
+        """
+        keys = request.keys(range(windows))
+        there = self.store.contains(keys)
+        found = there.result() if there.done() else []
+        count = found.index(False) if False in found else len(found)
+        enough = matched if self._fidelity is PrefixFidelity.FULL else matched + 1
+        worth = self.break_even.is_worth_it(count * self._record_bytes, count * self._window)
+        if count and count >= enough and not worth:
+            self.counters.not_worth_it += 1
+        count = self._least(count if worth else 0)
+        return count if count >= enough else 0
+
+    def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
+        """Read the originals of its first windows into memory; False if not all came in time.
+
+        ``wanted``: False if this rank has no use for them, so that no rank has.
+        """
+        if not self._least(int(wanted)):
+            return False
+        budget = self.manager.budget
+        shape = (windows, budget.num_layers, budget.full_bytes)
+        originals = torch.empty(shape, dtype=torch.uint8)
+        began = time.monotonic()
+        patience = self.break_even.patience_seconds(windows * self._window)
+        reading = self.store.get(
+            request.keys(range(windows)), list(originals), deadline_seconds=patience
+        )
+        try:
+            whole = all(one.status is ReadStatus.HIT for one in reading.result(patience))
+        except FutureTimeout:
+            whole = False
+        seconds = time.monotonic() - began
+        self.break_even.read(originals.nbytes, seconds)
+        self.counters.nanoseconds += int(seconds * 1e9)
+        if not self._least(int(whole)):
+            self.counters.failed += 1
+            return False
+        request.recalled = request.written = windows
+        request.originals = originals
+        self.counters.requests += 1
+        self.counters.windows += windows
+        self.counters.bytes += originals.nbytes
+        return True
+
+    # -- rows --------------------------------------------------------------------------
+
+    def open(self, row: int, request: SpilledRequest, shared: int) -> None:
+        """A row begins, whose first windows are ``shared``, or recalled."""
+        request.written = max(shared, request.recalled)
+        self._rows[row] = request
+
+    def close(self, row: int) -> None:
+        """A row ends."""
+        self._rows.pop(row, None)
+
+    def recalled(self, row: int) -> int:
+        """First windows of a row that come from the store and are not in place yet."""
+        request = self._rows.get(row)
+        return request.recalled if request is not None and request.originals is not None else 0
+
+    def restore(self, layers: slice, row: int) -> None:
+        """Put recalled originals into a row's FULL copies; the last layer frees them."""
+        request = self._rows[row]
+        assert request.originals is not None
+        self.manager.restore(layers, row, request.originals[:, layers])
+        if layers.stop == self.manager.num_layers:
+            request.originals = None
+
+    def take(self, layers: slice, due: Sequence[tuple[int, int]]) -> None:
+        """Take the originals of what is about to be ranked for the first time.
+
+        ``due``: rows and how many tokens of them are ranked. Layers come in order, each once.
+        """
+        if layers.start == 0:
+            history = self.manager.budget.history
+            self._taken = [
+                taken for row, tokens in due if (taken := self._begin(row, history(tokens)[1]))
+            ]
+        self._take(layers)
+
+    def finish(self, row: int, windows: int) -> None:
+        """A row ends well: take what is left of its first windows, all FULL in all layers."""
+        self._taken = [taken] if (taken := self._begin(row, windows)) else []
+        self._take(slice(0, self.manager.num_layers))
+
+    def _begin(self, row: int, stop: int) -> _Taken | None:
+        request = self._rows.get(row)
+        if request is None or stop <= request.written:
+            return None
+        windows = range(request.written, stop)
+        keys = request.keys(windows)
+        windows = windows[: len(keys)]
+        request.written = stop
+        there = self.store.contains(keys)
+        if not windows or (there.done() and all(there.result())):
+            return None
+        budget = self.manager.budget
+        shape = (len(windows), budget.num_layers, budget.full_bytes)
+        return _Taken(request, row, windows, keys, torch.empty(shape, dtype=torch.uint8))
+
+    def _take(self, layers: slice) -> None:
+        for taken in self._taken:
+            taken.originals[:, layers] = self.manager.originals(layers, taken.row, taken.windows)
+        if layers.stop < self.manager.num_layers:
+            return
+        for taken in self._taken:
+            size = self._window
+            self.store.put(
+                [
+                    Record(key, original, Contents(Kind.ORIGINAL, size, window * size))
+                    for window, key, original in zip(
+                        taken.windows, taken.keys, taken.originals, strict=True
+                    )
+                ]
+            )
+        self._taken = []
+
+    # -- the whole ---------------------------------------------------------------------
+
+    def decide_with(self, group: Any) -> None:
+        """Decide as all ranks of a ``torch.distributed`` group: by what the least of them has."""
+        self._group = group if group.size() > 1 else None
+
+    def _least(self, number: int) -> int:
+        if self._group is None:
+            return number
+        shared = torch.tensor(number)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, self._group)
+        return int(shared)
+
+    def forget_rows(self) -> None:
+        """All rows are gone (a flush); what is in the store stays."""
+        self._rows.clear()
+        self._taken = []
+
+    def report(self) -> dict[str, Any]:
+        """What the store holds and did, for ``/server_info``."""
+        return {
+            "usage": self.store.usage()._asdict(),
+            "counters": self.store.counters.read(),
+            "recalls": asdict(self.counters),
+        }
+
+
+def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier | None:
+    """The SSD tier of SGLang's model runner, in a directory of its own; None where it is off.
+
+    Raises ``ValueError`` with one sentence where the directory can't be used.
+    """
+    config, server_args = manager.budget.config, runner.server_args
+    if config.ssd_dir is None:
+        return None
+    parallel = get_parallel()
+    rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
+    changes = (
+        server_args.dtype,
+        server_args.quantization,
+        server_args.json_model_override_args,
+        server_args.kv_cache_dtype,
+    )
+    space = KeySpace(
+        _fingerprint(server_args.model_path, *changes),
+        str(manager.full_arena.keys.dtype),
+        config.window,
+        tp_rank=rank,
+        tp_size=size,
+    )
+    directory = config.ssd_dir / f"dp{parallel.dp_rank or 0}-tp{rank}"
+    try:
+        medium = LocalMedium(directory, space, int(config.ssd_size), persist=config.ssd_persist)
+    except (OSError, DirectoryInUse) as error:
+        raise ValueError(
+            f"--kv-tiering-ssd-dir {config.ssd_dir} can't be used: {error}: name another directory"
+        ) from None
+    store = SpillStore(medium, queue_bytes=QUEUE_BYTES, max_reads=_MAX_READS)
+    layers = LayerSpan(first_layer, first_layer + manager.num_layers)
+    return SpillTier(manager, store, space, layers)
+
+
+def _fingerprint(model: str, *changes: object) -> str:
+    """Identity of a model that is a directory, or a name that SGLang has downloaded."""
+    directory = Path(model)
+    if not directory.is_dir():
+        directory = Path(snapshot_download(model, local_files_only=True))
+    return model_fingerprint(directory, *changes)

@@ -1,0 +1,186 @@
+"""The SSD tier: what is written behind, what is recalled, and that it makes no difference."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from mini_engine import SMALL, MemoryStore, MiniEngine, Text
+from qevict_kernels import make_kernels
+from qevict_tiers.config import Heads, PrefixFidelity, PrefixReuse, TieringConfig
+from qevict_tiers.policy import Tier
+from sglang_qevict import spill as spill_module
+from sglang_qevict.spill import BreakEven
+
+DOCUMENT = Text(document=1, tokens=400)
+WINDOW = 8
+
+
+def make_engine(store: MemoryStore | None, kv_tokens: int = 3000, **options: Any) -> MiniEngine:
+    return MiniEngine(
+        lambda g, r: make_kernels(g, r, torch.device("cpu")),
+        TieringConfig(**{**SMALL, **options}),
+        Heads(4, 2, 64),
+        kv_tokens=kv_tokens,
+        context=640,
+        check=True,
+        store=store,
+    )
+
+
+def serve(
+    engine: MiniEngine, name: int, prompt: int, text: Text = DOCUMENT, chunk: int = 640
+) -> int:
+    """A prompt in chunks, then 40 tokens; returns how many tokens were there before."""
+    cached = engine.start(name, prompt, text)
+    while engine.running[name].stored < prompt:
+        engine.extend({name: chunk})
+        assert engine.problems() == []
+    for _ in range(40):
+        engine.decode([name])
+    assert engine.problems() == []
+    return cached
+
+
+def last_outputs(engine: MiniEngine, name: int) -> torch.Tensor:
+    """Of the last 16 tokens of the prompt in the last layer, and of all 40 that were decoded."""
+    return torch.stack(engine.outputs[name][-40 * engine.num_layers - 16 :])
+
+
+@pytest.mark.parametrize("prompt", [400, 90])
+@pytest.mark.parametrize("chunk", [640, 48])
+def test_every_whole_window_is_written_once_as_it_was_computed(prompt: int, chunk: int) -> None:
+    store = MemoryStore()
+    engine = make_engine(store)
+    serve(engine, 1, prompt, chunk=chunk)
+    request = engine.running[1]
+    whole = request.stored // WINDOW
+    engine.finish(1, publish=True)
+    assert engine.problems() == []
+    assert len(store.records) == whole
+    assert request.spilled is not None
+    for window, key in enumerate(request.spilled.keys(range(whole))):
+        found = torch.frombuffer(bytearray(store.records[key]), dtype=torch.bfloat16)
+        for layer, original in enumerate(found.view(engine.num_layers, 2, 2, WINDOW, 64)):
+            span = slice(window * WINDOW, (window + 1) * WINDOW)
+            assert torch.equal(original[0], request.keys[layer][span].transpose(0, 1))
+            assert torch.equal(original[1], request.values[layer][span].transpose(0, 1))
+
+
+@pytest.mark.parametrize("chunk", [640, 48])
+@pytest.mark.parametrize("prompt", [400, 90])
+def test_a_recalled_request_is_bit_for_bit_one_that_computed_its_prompt(
+    prompt: int, chunk: int
+) -> None:
+    text = Text(document=1, tokens=prompt - 35)
+    store = MemoryStore()
+    first = make_engine(store)
+    serve(first, 1, prompt, text)
+    first.finish(1, publish=True)
+    first.problems()
+
+    again = make_engine(store)
+    cached = serve(again, 2, prompt, text, chunk)
+    alone = make_engine(None)
+    assert serve(alone, 2, prompt, text, chunk) == 0
+    assert cached == (prompt - 35) // WINDOW * WINDOW
+    assert torch.equal(last_outputs(again, 2), last_outputs(alone, 2))
+    assert torch.equal(again.tiers(2), alone.tiers(2))
+    again.finish(2, publish=True)
+    assert again.problems() == []
+
+
+def test_what_was_evicted_from_the_view_takes_part_again() -> None:
+    store = MemoryStore()
+    engine = make_engine(store)
+    serve(engine, 1, 400)
+    assert (engine.tiers(1) == Tier.EVICTED).any()
+    engine.finish(1, publish=True)
+    cached = engine.start(2, 400 + 30, DOCUMENT)
+    assert cached == 400
+    engine.extend({2: 30})
+    # The dense oracle of the new tokens saw every original.
+    assert engine.worst_error < 0.05
+    assert engine.running[2].shared == 0
+
+
+def test_codes_in_memory_come_first_if_they_are_to() -> None:
+    store = MemoryStore()
+    engine = make_engine(store, prefix_fidelity=PrefixFidelity.CODES)
+    serve(engine, 1, 400)
+    engine.finish(1, publish=True)
+    engine.start(2, 430, DOCUMENT)
+    assert engine.running[2].shared == 50
+    engine.extend({2: 430})
+    engine.finish(2)
+    while engine.evict():
+        pass
+    assert engine.start(3, 430, DOCUMENT) == 400
+    assert engine.running[3].shared == 0
+
+
+def test_another_salt_finds_nothing() -> None:
+    store = MemoryStore()
+    engine = make_engine(store)
+    serve(engine, 1, 400)
+    engine.finish(1, publish=True)
+    assert engine.start(2, 430, DOCUMENT._replace(salt=7)) == 0
+
+
+def test_segments_are_not_recalled() -> None:
+    """A prompt that is routed before its end is known sees codes, or computes."""
+    store = MemoryStore()
+    engine = make_engine(store, exact_prefill_tokens=112)
+    serve(engine, 1, 300, chunk=64)
+    engine.finish(1, publish=True)
+    while engine.evict():
+        pass
+    assert engine.start(2, 330, DOCUMENT) == 0
+
+
+def test_reuse_off_leaves_no_use_for_the_tier(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="--kv-tiering-ssd-dir must be left out with"):
+        TieringConfig(ssd_dir=tmp_path, prefix_reuse=PrefixReuse.OFF)
+
+
+class _Slow(MemoryStore):
+    """A disk that never answers."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        return Future()
+
+
+def test_what_is_not_read_in_time_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_module, "_LONGEST_READ_SECONDS", 0.05)
+    store = _Slow()
+    engine = make_engine(store)
+    serve(engine, 1, 400)
+    engine.finish(1, publish=True)
+    while engine.evict():
+        pass
+    assert engine.start(2, 430, DOCUMENT) == 0
+    spill = engine.state.spill
+    assert spill is not None
+    assert (spill.counters.failed, spill.counters.requests) == (1, 0)
+    engine.extend({2: 430})
+    engine.finish(2, publish=True)
+    assert engine.problems() == []
+
+
+def test_the_break_even_is_by_what_both_took_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(spill_module.time, "monotonic", lambda: now)
+    even = BreakEven(memory_seconds=60)
+    assert even.is_worth_it(10**12, 1)
+    even.computed(1000, seconds=1)
+    assert even.is_worth_it(10**12, 1)
+    even.read(10**6, seconds=1)
+    assert even.is_worth_it(10**6, 1001)
+    assert not even.is_worth_it(10**6, 999)
+    assert even.patience_seconds(500) == Fraction(1, 2)
+    now += 61
+    assert even.is_worth_it(10**6, 999)
