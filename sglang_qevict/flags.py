@@ -167,9 +167,10 @@ OPTIONS: tuple[Option, ...] = (
         "promote",
         "promote",
         Promotion,
-        "alias, dequantize",
+        "alias, dequantize, restore",
         "What a coded window that ranks among the FULL ones again gets: alias leaves it "
-        "coded, dequantize rebuilds its FULL copy and keeps the codes.",
+        "coded, dequantize rebuilds its FULL copy and keeps the codes, restore brings its "
+        "original back from the SSD tier.",
         tuple(x.value for x in Promotion),
     ),
     Option(

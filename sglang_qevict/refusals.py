@@ -11,7 +11,7 @@ from sglang.srt.environ import envs
 
 from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
 from qevict_tiers.claims import ClaimLedger
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Promotion, TieringConfig
 
 __all__ = [
     "FLAG_REFUSALS",
@@ -240,6 +240,11 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
                 f"--kv-tiering qevict does not work with {refusal.what}, since {refusal.reason}: "
                 f"drop one of the two"
             )
+    if config.promote is Promotion.RESTORE and config.ssd_dir is None:
+        yield (
+            "--kv-tiering-promote restore brings originals back from the SSD tier: add "
+            "--kv-tiering-ssd-dir, or drop --kv-tiering-promote restore"
+        )
     if server_args.page_size not in (None, config.window):
         yield (
             f"--page-size must equal --kv-tiering-window ({config.window}), got "

@@ -17,21 +17,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
 from sglang.srt.runtime_context import get_parallel
 
-from qevict_tiers.config import PrefixFidelity
-from qevict_tiers.manager import TierManager
+from qevict_tiers.config import PrefixFidelity, Promotion
+from qevict_tiers.manager import AtHand, TierManager
 from qevict_tiers.spill.file import DirectoryInUse
 from qevict_tiers.spill.keys import KeyChain, KeySpace, Kind, LayerSpan, SpillKey, model_fingerprint
 from qevict_tiers.spill.local import LocalMedium
-from qevict_tiers.spill.records import Contents, ReadStatus, Record
+from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
 from qevict_tiers.spill.store import SpillStore
 
 __all__ = ["BreakEven", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
@@ -58,6 +59,10 @@ class RecallCounters:
     """Requests whose originals could not be read, or not in time: they were computed instead."""
     not_worth_it: int = 0
     """Requests that were computed, since reading would have taken longer."""
+    prefetched: int = 0
+    """Windows read because they came near the FULL tier (``--kv-tiering-promote restore``)."""
+    late: int = 0
+    """Windows that were still being read at a routing event, and stayed coded."""
 
 
 class SpilledRequest:
@@ -98,6 +103,20 @@ class _Taken:
     originals: torch.Tensor
 
 
+class _Prefetched(NamedTuple):
+    """One window's original on its way into memory, uint8 ``[L, bytes]``."""
+
+    original: torch.Tensor
+    reading: Future[list[Reading]]
+    place: int
+    """Among the windows that were read together."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be used."""
+        return self.reading.done() and self.reading.result()[self.place].status is ReadStatus.HIT
+
+
 class BreakEven:
     """Whether reading windows is faster than computing them, from what both took lately.
 
@@ -136,6 +155,12 @@ class BreakEven:
 
 _LONGEST_READ_SECONDS = 5.0
 
+_NEAR_SHARE = 0.75
+"""Of the least score of a FULL window: from there on a coded window is read beforehand."""
+
+_PREFETCH_SPARE = 4
+"""Windows that are read beyond what FULL has room for."""
+
 
 @dataclass
 class SpillTier:
@@ -160,6 +185,8 @@ class SpillTier:
         self._window = budget.config.window
         self._record_bytes = budget.num_layers * budget.full_bytes
         self._fidelity = budget.config.prefix_fidelity
+        self._restores = budget.config.promote is Promotion.RESTORE
+        self._prefetched: dict[int, dict[int, _Prefetched]] = {}
 
     # -- what is in the store ---------------------------------------------------------
 
@@ -227,6 +254,7 @@ class SpillTier:
     def close(self, row: int) -> None:
         """A row ends."""
         self._rows.pop(row, None)
+        self._prefetched.pop(row, None)
 
     def recalled(self, row: int) -> int:
         """First windows of a row that come from the store and are not in place yet."""
@@ -257,6 +285,43 @@ class SpillTier:
         """A row ends well: take what is left of its first windows, all FULL in all layers."""
         self._taken = [taken] if (taken := self._begin(row, windows)) else []
         self._take(slice(0, self.manager.num_layers))
+
+    def at_hand(self, rows: Sequence[int]) -> AtHand | None:
+        """What a routing event of these rows may put back into FULL copies."""
+        if not self._restores:
+            return None
+        windows = torch.zeros((len(rows), self.manager.views.tier.shape[-1]), dtype=torch.bool)
+        for index, row in enumerate(rows):
+            for window, one in self._prefetched.get(row, {}).items():
+                windows[index, window] = one.is_there
+                self.counters.late += not one.reading.done()
+        return AtHand(windows, lambda index, window: self._prefetched[rows[index]][window].original)
+
+    def prefetch(self, due: Sequence[tuple[int, int]]) -> None:
+        """After a routing event: read what may be FULL at the next one, forget the rest."""
+        if not self._restores:
+            return
+        for row, tokens in due:
+            request = self._rows.get(row)
+            if request is not None:
+                most = self.manager.budget.capacities(tokens).full + _PREFETCH_SPARE
+                near = self.manager.near_full(row, tokens, _NEAR_SHARE)[:most]
+                self._prefetch(request, row, [w for w in near if w < request.written])
+
+    def _prefetch(self, request: SpilledRequest, row: int, near: Sequence[int]) -> None:
+        held = self._prefetched.get(row, {})
+        kept = {window: held[window] for window in near if window in held}
+        missing = [window for window in near if window not in held]
+        budget = self.manager.budget
+        shape = (len(missing), budget.num_layers, budget.full_bytes)
+        originals = torch.empty(shape, dtype=torch.uint8)
+        keys = [key for window in missing for key in request.keys(range(window, window + 1))]
+        if keys:
+            reading = self.store.get(keys, list(originals))
+            for place, window in enumerate(missing):
+                kept[window] = _Prefetched(originals[place], reading, place)
+            self.counters.prefetched += len(missing)
+        self._prefetched[row] = kept
 
     def _begin(self, row: int, stop: int) -> _Taken | None:
         request = self._rows.get(row)
@@ -306,6 +371,7 @@ class SpillTier:
     def forget_rows(self) -> None:
         """All rows are gone (a flush); what is in the store stays."""
         self._rows.clear()
+        self._prefetched.clear()
         self._taken = []
 
     def report(self) -> dict[str, Any]:

@@ -453,9 +453,14 @@ class TieringState:
         ]
         if due:
             everything = slice(0, self.manager.num_layers)
+            due_rows, tokens = [row for row, _ in due], [n for _, n in due]
+            at_hand = None
             if self.spill is not None:
                 self.spill.take(everything, due)
-            self.manager.route(everything, [row for row, _ in due], [n for _, n in due])
+                at_hand = self.spill.at_hand(due_rows)
+            self.manager.route(everything, due_rows, tokens, at_hand)
+            if self.spill is not None:
+                self.spill.prefetch(due)
             self._log_routed(due)
 
     def _log_routed(self, due: list[tuple[int, int]]) -> None:

@@ -24,7 +24,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import decode_windows, encode_windows
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import Heads, TieringConfig
+from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.policy import Tier
 from qevict_tiers.spill.keys import KeySpace, LayerSpan, SpillKey
@@ -146,7 +146,7 @@ class MemoryStore:
         return _done([key in self.records for key in keys])
 
     def get(
-        self, keys: Sequence[SpillKey], into: Sequence[torch.Tensor], deadline_seconds: float
+        self, keys: Sequence[SpillKey], into: Sequence[torch.Tensor], deadline_seconds: float = 0
     ) -> Future[list[Reading]]:
         """Copies into buffers."""
         readings = []
@@ -502,7 +502,8 @@ class MiniEngine:
             visible[span] = tier in (Tier.FULL, Tier.CODED)
             if tier is Tier.CODED:
                 request.coded.add((layer, index))
-            if visible[span.start] and (layer, index) in request.coded:
+            restored = tier is Tier.FULL and self.config.promote is Promotion.RESTORE
+            if visible[span.start] and (layer, index) in request.coded and not restored:
                 # Once coded, a window has lost its original: a FULL copy of it is rebuilt.
                 rebuilt = self._coded(layer, request, index)
                 keys[span], values[span] = (

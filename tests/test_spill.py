@@ -11,7 +11,8 @@ import torch
 
 from mini_engine import SMALL, MemoryStore, MiniEngine, Text
 from qevict_kernels import make_kernels
-from qevict_tiers.config import Heads, PrefixFidelity, PrefixReuse, TieringConfig
+from qevict_tiers.config import Heads, PrefixFidelity, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.ledger import Counter
 from qevict_tiers.policy import Tier
 from sglang_qevict import spill as spill_module
 from sglang_qevict.spill import BreakEven
@@ -121,6 +122,48 @@ def test_codes_in_memory_come_first_if_they_are_to() -> None:
         pass
     assert engine.start(3, 430, DOCUMENT) == 400
     assert engine.running[3].shared == 0
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_promoted_window_gets_its_original_back_bit_for_bit(layer: int) -> None:
+    engine = make_engine(MemoryStore(), promote=Promotion.RESTORE)
+    serve(engine, 1, 400)
+    request, views = engine.running[1], engine.manager.views
+    coded = (views.tier[layer, request.row] == Tier.CODED).nonzero()[:, 0].tolist()
+    window = coded[len(coded) // 2]
+    for _ in range(17):  # one event reads it, the next one puts it back
+        views.score[layer, request.row, window] = 1e6
+        engine.decode([1])
+        assert engine.problems() == []
+    assert views.tier[layer, request.row, window] == Tier.FULL
+    span = slice(window * WINDOW, (window + 1) * WINDOW)
+    original = engine.manager.originals(
+        slice(layer, layer + 1), request.row, range(window, window + 1)
+    )
+    keys, values = original.view(torch.bfloat16).view(2, 2, WINDOW, 64)
+    assert torch.equal(keys, request.keys[layer][span].transpose(0, 1))
+    assert torch.equal(values, request.values[layer][span].transpose(0, 1))
+    counts = engine.manager.counters.read()
+    assert counts[Counter.PROMOTED] >= 1
+    # An original needs no codes beside it.
+    assert engine.manager.ledger_bytes().shadow == 0
+    assert engine.worst_error < 0.05
+    engine.finish(1, publish=True)
+    assert engine.problems() == []
+
+
+def test_a_window_that_is_read_too_late_stays_coded() -> None:
+    engine = make_engine(_Slow(), promote=Promotion.RESTORE)
+    serve(engine, 1, 400)
+    request, views = engine.running[1], engine.manager.views
+    window = int((views.tier[0, request.row] == Tier.CODED).nonzero()[5])
+    for _ in range(24):
+        views.score[0, request.row, window] = 1e6
+        engine.decode([1])
+    assert views.tier[0, request.row, window] == Tier.CODED
+    assert engine.manager.counters.read()[Counter.PROMOTED] == 0
+    assert engine.state.spill is not None
+    assert engine.state.spill.counters.late > 0
 
 
 def test_another_salt_finds_nothing() -> None:

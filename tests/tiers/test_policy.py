@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +25,7 @@ def brute_force(
     max_full: int,
     max_coded: int,
     promote: Promotion,
+    at_hand: Sequence[int] = (),
 ) -> list[int]:
     """Sort candidates by score, the newer first among equals; fill FULL, then coded."""
     ranked = sorted(
@@ -39,7 +41,8 @@ def brute_force(
     rest = []
     for window in ranked:
         has_original = tiers[window] == Tier.FULL
-        may_be_full = has_original or (promote is Promotion.DEQUANTIZE and window >= shared)
+        can_return = promote is Promotion.DEQUANTIZE or window in at_hand
+        may_be_full = has_original or (can_return and window >= shared)
         if may_be_full and full < max_full:
             after[window] = Tier.FULL
             full += 1
@@ -89,6 +92,7 @@ def events(draw: st.DrawFn) -> dict[str, Any]:
         "shared": draw(st.integers(0, n)),
         "max_full": draw(st.integers(0, n)),
         "max_coded": draw(st.integers(0, n)),
+        "at_hand": draw(st.lists(st.integers(0, n - 1), max_size=4)),
     }
 
 
@@ -103,7 +107,10 @@ def test_route_equals_brute_force_for_rows_of_unequal_length(
         n = len(row["scores"])
         scores[0, b, :n] = torch.tensor(row["scores"])
         tiers[0, b, :n] = torch.tensor(row["tiers"], dtype=torch.uint8)
-    after, outranked = route(scores, tiers, limits(*rows), promote)
+    at_hand = torch.zeros((len(rows), width), dtype=torch.bool)
+    for b, row in enumerate(rows):
+        at_hand[b, row["at_hand"]] = True
+    after, outranked = route(scores, tiers, limits(*rows), promote, at_hand)
     for b, row in enumerate(rows):
         n = len(row["scores"])
         assert after[0, b, :n].tolist() == brute_force(**row, promote=promote)

@@ -38,10 +38,12 @@ class Promotion(Enum):
 
     ALIAS: it stays coded, since its original is gone.
     DEQUANTIZE: its FULL copy is rebuilt from the codes, which are kept (the paper).
+    RESTORE: its original comes back from the SSD tier, if it was read in time.
     """
 
     ALIAS = "alias"
     DEQUANTIZE = "dequantize"
+    RESTORE = "restore"
 
 
 class PrefixFidelity(Enum):

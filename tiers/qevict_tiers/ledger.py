@@ -24,7 +24,8 @@ class Counter(IntEnum):
     EVICTED_CODED = 3
     """Coded windows that were evicted."""
     PROMOTED = 4
-    """Physical promotions: coded windows whose FULL copy was rebuilt (never with ``alias``)."""
+    """Physical promotions: coded windows whose FULL copy was rebuilt or restored (never with
+    ``alias``)."""
     QUANTIZED = 5
     """Windows whose codes were made."""
     CODES_REUSED = 6

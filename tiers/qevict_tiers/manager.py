@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from qevict_tiers.ledger import Counter, Counters, LedgerBytes
 from qevict_tiers.policy import Limits, Tier, route
 from qevict_tiers.views import Views
 
-__all__ = ["Occupancy", "StorePlaces", "TierManager"]
+__all__ = ["AtHand", "Occupancy", "StorePlaces", "TierManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,17 @@ class StorePlaces(NamedTuple):
 
     slots: torch.Tensor
     offsets: torch.Tensor
+
+
+class AtHand(NamedTuple):
+    """Originals that could be put back into FULL copies by a routing event.
+
+    windows: bool ``[rows, N]``, on the device. original: of the row at an index of the event and
+    a window, uint8 ``[L, bytes]``.
+    """
+
+    windows: torch.Tensor
+    original: Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -332,11 +343,18 @@ class TierManager:
 
     # -- routing ------------------------------------------------------------------
 
-    def route(self, layers: slice, rows: list[int], tokens: list[int]) -> None:
+    def route(
+        self,
+        layers: slice,
+        rows: list[int],
+        tokens: list[int],
+        at_hand: AtHand | None = None,
+    ) -> None:
         """One routing event for rows of so many stored tokens, in some layers.
 
-        Evicted codes go first, then demoted windows are coded, then the FULL copies that
-        nobody sees any more go: so bytes in use never exceed FULL before plus codes after.
+        Evicted and restored codes go first, then demoted windows are coded, then the FULL copies
+        that nobody sees any more go, then what is promoted gets its own: so bytes in use never
+        exceed FULL before plus codes after, or FULL after plus codes after.
         """
         config = self.budget.config
         width = max(self.budget.num_windows(n) for n in tokens)
@@ -346,16 +364,34 @@ class TierManager:
         index = to_device(rows, self.device)
         before = self.views.tier[layers, index, :width]
         limits = Limits.of(self.budget, tokens, self.views.shared[index])
-        routed = route(self.views.score[layers, index, :width], before, limits, config.promote)
+        scores = self.views.score[layers, index, :width]
+        windows = None if at_hand is None else at_hand.windows[:, :width]
+        routed = route(scores, before, limits, config.promote, windows)
         is_routed = self._routed_layers[layers, None, None]
         after = torch.where(is_routed, routed.tiers, before)
         outranked = is_routed & routed.outranked
         pages = self.views.page_table[index, :width].to(torch.int64)
-        after, made = self._apply(layers, pages, before, after, index)
+        after, made = self._apply(layers, pages, before, after, index, at_hand)
         self._count(before, after, made)
         risen = self.views.outranked[layers, index, :width] & ~outranked
         self.counters.add(Counter.RANK_PROMOTED, (risen & (after != Tier.EVICTED)).sum())
         self.views.set_tiers(layers, index, after, outranked)
+
+    def near_full(self, row: int, tokens: int, share: float) -> list[int]:
+        """Coded windows of a row that may soon be FULL, those that gained most first.
+
+        Their score is at least ``share`` of the least that a FULL window of their layer's history
+        has; what it is beyond that, over all layers, is their gain. ``tokens``: that are stored.
+        Windows of a reused prefix never are.
+        """
+        (start, end), shared = self.budget.history(tokens), int(self.views.shared[row])
+        tiers, scores = self.views.tier[:, row, start:end], self.views.score[:, row, start:end]
+        least = scores.masked_fill(tiers != Tier.FULL, torch.inf).amin(-1, keepdim=True)
+        beyond = torch.where(tiers == Tier.CODED, scores - share * least, -torch.inf)
+        gain = beyond.clamp(min=0).sum(0)
+        gain[: max(0, shared - start)] = 0
+        order = gain.argsort(descending=True, stable=True)
+        return [start + window for window in order[gain[order] > 0].tolist()]
 
     def warm_up(self) -> None:
         """Compile what an event needs, by one for row 0, a row without windows."""
@@ -413,6 +449,7 @@ class TierManager:
         before: torch.Tensor,
         after: torch.Tensor,
         rows: torch.Tensor,
+        at_hand: AtHand | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make and release copies of the first windows of rows, as their tiers change.
 
@@ -424,7 +461,9 @@ class TierManager:
         was_full = before == Tier.FULL
         had_codes = self._holds_codes(before, owners, keeps)
 
-        coded.release(self._select(had_codes & (after == Tier.EVICTED) & ~keeps, owners))
+        restored = (before == Tier.CODED) & (after == Tier.FULL) & (at_hand is not None)
+        evicted = (after == Tier.EVICTED) & ~keeps
+        coded.release(self._select(had_codes & (evicted | restored), owners))
         needs_codes = (after == Tier.CODED) | ((after == Tier.EVICTED) & keeps)
         made = was_full & needs_codes & ~had_codes
         if not self._quantize(made, owners):
@@ -434,8 +473,19 @@ class TierManager:
         full.release(self._select(was_full & (after != Tier.FULL), owners))
         if self.budget.config.promote is Promotion.DEQUANTIZE:
             self._dequantize((before == Tier.CODED) & (after == Tier.FULL), owners)
+        if at_hand is not None:
+            self._put_back(layers, restored, owners, at_hand)
         self.counters.add(Counter.QUANTIZED, made.sum())
         return after, made
+
+    def _put_back(
+        self, layers: slice, restored: torch.Tensor, owners: torch.Tensor, at_hand: AtHand
+    ) -> None:
+        """Give restored windows FULL copies with their originals."""
+        slots = self.arena.full.allocate(owners[restored])
+        places = restored.nonzero().tolist()
+        for slot, (layer, row, window) in zip(slots.tolist(), places, strict=True):
+            self.arena.full.slots[slot] = at_hand.original(row, window)[layers.start + layer]
 
     def _quantize(self, mask: torch.Tensor, owners: torch.Tensor) -> bool:
         """Code FULL windows; those that can't be coded have no codes then.

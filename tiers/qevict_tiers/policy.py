@@ -37,8 +37,8 @@ class Routed(NamedTuple):
     """What a routing event decides, for windows ``[L, B, N]``.
 
     tiers: uint8, ``Tier`` from now on. outranked: bool, candidates that rank below the first
-    ``max_full``; with ``Promotion.ALIAS`` they may be FULL nevertheless, or coded and not
-    outranked.
+    ``max_full``; without ``Promotion.DEQUANTIZE`` they may be FULL nevertheless, or coded and
+    not outranked.
     """
 
     tiers: torch.Tensor
@@ -110,19 +110,20 @@ def route(
     tiers: torch.Tensor,
     limits: Limits,
     promote: Promotion,
+    at_hand: torch.Tensor | None = None,
 ) -> Routed:
     """The tiers of all windows after a routing event.
 
     Candidates are the FULL and coded windows of the history, except shared FULL ones: their
     copies are paid for by the prefix they belong to, and stay. The first ``max_full`` in
     rank order become FULL, the next ``max_coded`` coded, the rest evicted. Of a shared
-    window no FULL copy can be made, and with ``Promotion.ALIAS`` only a window that still
-    has its original (is FULL) can be FULL; so FULL is taken by the first ``max_full`` that
-    can be, and coded by the first ``max_coded`` of the others. What FULL leaves unused
-    goes to further coded windows, ``coded_per_full`` for each.
+    window no FULL copy can be made. Without ``Promotion.DEQUANTIZE`` only a window that still
+    has its original (is FULL), or whose original is ``at_hand``, can be FULL; so FULL is taken
+    by the first ``max_full`` that can be, and coded by the first ``max_coded`` of the others.
+    What FULL leaves unused goes to further coded windows, ``coded_per_full`` for each.
 
-    ``scores``: float32 ``[L, B, N]``; ``tiers``: uint8 ``[L, B, N]`` (``Tier``). Windows
-    outside the history keep their tier.
+    ``scores``: float32 ``[L, B, N]``; ``tiers``: uint8 ``[L, B, N]`` (``Tier``); ``at_hand``:
+    bool ``[B, N]``, or None for no window. Windows outside the history keep their tier.
     """
     window = torch.arange(scores.shape[-1], device=scores.device)
     start, end = limits.history_start[:, None], limits.history_end[:, None]
@@ -132,7 +133,9 @@ def route(
 
     order = rank_windows(scores, candidates)
     ranked_candidate = torch.gather(candidates, -1, order)
-    can_be_full = full if promote is Promotion.ALIAS else private.expand_as(full)
+    can_be_full = private.expand_as(full) if promote is Promotion.DEQUANTIZE else full
+    if at_hand is not None:
+        can_be_full = can_be_full | (at_hand & private)
     eligible = ranked_candidate & torch.gather(can_be_full, -1, order)
     max_full = limits.max_full[:, None]
     to_full = eligible & (eligible.cumsum(-1) <= max_full)
