@@ -172,6 +172,7 @@ class LocalMedium(Medium):
         self._segment_bytes = aligned(segment_bytes or segment_bytes_for(size_bytes))
         self._file_type = file_type
         self._warn = OneLine()
+        self._rejected: set[Path] = set()
         if self._num_regions < MIN_SEGMENTS:
             raise ValueError(
                 f"--kv-tiering-ssd-size must be at least {MIN_SEGMENTS} segments of "
@@ -535,32 +536,34 @@ class LocalMedium(Medium):
 
     def _open(self) -> SpillFile:
         """The file of this key space: what is there of a persistent one, or an empty one."""
-        self._clear_leftovers()
         name = self._fingerprint.hex()[:16]
-        for attempt in range(_NAMES):
-            path = self.directory / f"{name}{f'-{attempt}' if attempt else ''}{_SUFFIX}"
+        names = [name + _SUFFIX, *(f"{name}-{n}{_SUFFIX}" for n in range(1, _NAMES))]
+        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+            self._look_at(path, own=path.name in names)
+        for path in map(self.directory.joinpath, names):
             try:
-                if not self.persists:
-                    path.unlink(missing_ok=True)
                 return self._file_type(path, create=True)
             except OSError as error:
                 self._reject(path, error)
         raise PermissionError(f"--kv-tiering-ssd-dir {self.directory} has no file that can be used")
 
-    def _clear_leftovers(self) -> None:
-        """Remove what stores without persistence left when they were killed; count the rest."""
-        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
-            try:
-                file = self._file_type(path, create=False)
-                head = _read_block(file, 0)
-                if is_leftover(head):
-                    file.unlink()
-                elif any(head) and FileHeader.unpacked(head).fingerprint != self._fingerprint:
-                    raise FormatError("it belongs to another model or setting")
-            except (OSError, FormatError) as error:
-                self._reject(path, error)
+    def _look_at(self, path: Path, own: bool) -> None:
+        """Remove what a store without persistence left when it was killed, or this one would not
+        use; count and leave what belongs to others."""
+        try:
+            file = self._file_type(path, create=False)
+            head = _read_block(file, 0)
+            if is_leftover(head) or (own and not self.persists):
+                file.unlink()
+            elif not own:
+                raise FormatError("it belongs to another model or setting")
+        except (OSError, FormatError) as error:
+            self._reject(path, error)
 
     def _reject(self, path: Path, error: Exception) -> None:
+        if path in self._rejected:
+            return
+        self._rejected.add(path)
         self.counters.add(rejected_files=1)
         logger.warning("%s is left alone: %s", path, error)
 
