@@ -456,9 +456,12 @@ class LocalMedium(Medium):
     def _move(self, keep: Sequence[tuple[SpillKey, _Entry]]) -> None:
         """Write records again, into the active segment, as far as they are sound and fit."""
         for run in _runs([_Wanted(entry, key) for key, entry in keep]):
+            readings = self._read_run(self._file, run)
+            damaged = sum(reading.status is ReadStatus.CORRUPT for reading in readings)
+            self.counters.add(damaged=damaged)
             items = [
                 _Item(one.key, reading.payload, reading.contents, one.entry)
-                for one, reading in zip(run, self._read_run(self._file, run), strict=True)
+                for one, reading in zip(run, readings, strict=True)
                 if reading.payload is not None and reading.contents is not None
             ]
             items = items[: self._fitting(items)]
