@@ -14,7 +14,7 @@ from qevict_tiers.spill.local import LocalMedium
 from qevict_tiers.spill.records import ReadStatus, WriteStatus
 from spill_cases import MEMORY, SPACE, Crash, CrashingFile, is_right, key, keys, record
 
-SEGMENT_BYTES = 16 << 10
+SEGMENT_BYTES = 32 << 10
 SIZE_BYTES = 6 * SEGMENT_BYTES + 8192
 NUMBERS = st.integers(0, 60)
 SIZES = (1, 700, 3000, 9000)

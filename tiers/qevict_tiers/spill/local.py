@@ -298,12 +298,11 @@ class LocalMedium(Medium):
         statuses: list[WriteStatus] = []
         while len(statuses) < len(items):
             rest = items[len(statuses) :]
-            fitting = self._fitting(rest)
-            if not fitting and rest[0].room > self._segment_room:
-                statuses.append(WriteStatus.TOO_LARGE)
-                continue
+            fitting = self._fitting(rest, self._segment_bytes - INDEX_FIXED_BYTES)
             try:
-                if fitting:
+                if rest[0].room > self._largest_room:
+                    statuses.append(WriteStatus.TOO_LARGE)
+                elif fitting:
                     statuses += self._write_run(rest[:fitting])
                 else:
                     self._begin_segment()
@@ -312,15 +311,20 @@ class LocalMedium(Medium):
         return statuses
 
     @property
-    def _segment_room(self) -> int:
-        return self._segment_bytes - BLOCK_BYTES - INDEX_FIXED_BYTES
+    def _movable_bytes(self) -> int:
+        """What may be moved into a segment when it begins."""
+        return self._segment_bytes // MOVED_SHARE
 
-    def _fitting(self, items: Sequence[_Item]) -> int:
-        """How many of the records, from the first, the active segment has room for."""
+    @property
+    def _largest_room(self) -> int:
+        """What a record may take, so that any segment has room for it when it begins."""
+        return self._segment_bytes - INDEX_FIXED_BYTES - 2 * BLOCK_BYTES - self._movable_bytes
+
+    def _fitting(self, items: Sequence[_Item], stop: int) -> int:
+        """How many of the records, from the first, fit into the active segment before ``stop``."""
         if self._active is None:
             return 0
-        used = self._active.end + len(self._active.keys) * INDEX_ENTRY_BYTES
-        room = self._segment_bytes - INDEX_FIXED_BYTES - used
+        room = stop - self._active.end - len(self._active.keys) * INDEX_ENTRY_BYTES
         for count, item in enumerate(items):
             room -= item.room
             if room < 0:
@@ -434,7 +438,7 @@ class LocalMedium(Medium):
     def _make_room(self) -> None:
         """Free a region: the emptiest, if all its records can be moved, or the oldest."""
         sealed = [x for x in self._segments.values() if x is not self._active]
-        movable = self._segment_bytes // MOVED_SHARE if self._active else 0
+        movable = self._movable_bytes if self._active else 0
         victim = min(sealed, key=lambda segment: segment.live_bytes)
         if victim.live_bytes > movable:
             victim = min(sealed, key=lambda segment: segment.sequence)
@@ -455,19 +459,24 @@ class LocalMedium(Medium):
 
     def _move(self, keep: Sequence[tuple[SpillKey, _Entry]]) -> None:
         """Write records again, into the active segment, as far as they are sound and fit."""
+        items: list[_Item] = []
+        size = 0
         for run in _runs([_Wanted(entry, key) for key, entry in keep]):
-            readings = self._read_run(self._file, run)
-            damaged = sum(reading.status is ReadStatus.CORRUPT for reading in readings)
-            self.counters.add(damaged=damaged)
-            items = [
-                _Item(one.key, reading.payload, reading.contents, one.entry)
-                for one, reading in zip(run, readings, strict=True)
-                if reading.payload is not None and reading.contents is not None
-            ]
-            items = items[: self._fitting(items)]
-            for item, status in zip(items, self._write_run(items), strict=True):
-                if status is WriteStatus.WRITTEN:
-                    self.counters.add(moved=1, moved_bytes=item.payload.nbytes)
+            for one, reading in zip(run, self._read_run(self._file, run), strict=True):
+                self.counters.add(damaged=reading.status is ReadStatus.CORRUPT)
+                if reading.payload is not None and reading.contents is not None:
+                    items.append(_Item(one.key, reading.payload, reading.contents, one.entry))
+                    size += one.entry.size
+            if size > READ_BYTES:
+                self._write_moved(items)
+                items, size = [], 0
+        self._write_moved(items)
+
+    def _write_moved(self, items: Sequence[_Item]) -> None:
+        items = items[: self._fitting(items, BLOCK_BYTES + self._movable_bytes)]
+        for item, status in zip(items, self._write_run(items), strict=True):
+            if status is WriteStatus.WRITTEN:
+                self.counters.add(moved=1, moved_bytes=item.payload.nbytes)
 
     def _retire(self, segment: _Segment) -> None:
         """Free a segment's region, on disk too."""
