@@ -2,8 +2,8 @@
 
 A backend keeps pages of one size under string keys. A record is its header and its payload, cut
 into pages; the header is the one of the local store, so that only verified bytes are served here
-too. Backends with SGLang's newer interface take pages from a host pool, of which ``RecordPages`` has
-what they use; the others (``file``, and ``dynamic`` without ``interface_v1``) take tensors.
+too. Backends with SGLang's newer interface take pages from a host pool, of which ``RecordPages``
+has what they use; the others (``file``, and ``dynamic`` without ``interface_v1``) take tensors.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class LocalMedium(Medium):
         room = stop - self._active.end - len(self._active.keys) * INDEX_ENTRY_BYTES
         for count, item in enumerate(items):
             room -= item.room
-            if room < 0:
+            if room < 0 or item.room > self._largest_room:
                 return count
         return len(items)
 
