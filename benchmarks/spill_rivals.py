@@ -143,46 +143,56 @@ class FilesMedium(_Rival):
 
 
 class LmdbMedium(_Rival):
-    """LMDB without syncing: a killed process leaves the last commit, a power failure may not."""
+    """LMDB without syncing: a killed process leaves the last commit, a power failure may not.
+
+    Sizes are in a table of their own, so that opening doesn't read the values.
+    """
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         super().__init__(directory, size_bytes)
-        # A value takes whole pages in one piece; the map has a tenth more than what is kept, or
-        # fragments are all that is left of it.
-        self._open(size_bytes)
-        self.size_bytes = size_bytes * 9 // 10
-        with self._environment.begin(buffers=True) as transaction:
-            for key, value in transaction.cursor():
-                self._enter(bytes(key), len(value))
-
-    def _open(self, map_size: int) -> None:
         self._environment = lmdb.open(
-            str(self.directory),
-            map_size=map_size,
+            str(directory),
+            map_size=size_bytes,
+            max_dbs=2,
             sync=False,
             metasync=False,
             readahead=False,
             meminit=False,
         )
+        self._values = self._environment.open_db(b"values")
+        self._table = self._environment.open_db(b"sizes")
+        # A value takes whole pages in one piece. What is deleted is free two commits later, and
+        # in fragments, so the map must be larger than what is kept.
+        self.size_bytes = size_bytes * 8 // 10
+        with self._environment.begin(db=self._table) as transaction:
+            for key, size in transaction.cursor():
+                self._enter(key, int.from_bytes(size))
+
+    @staticmethod
+    def _pages(record: Record) -> int:
+        """Bytes of the pages that a record takes."""
+        return -(-(_SUM_BYTES + as_bytes(record.payload).nbytes + 16) // 4096) * 4096
 
     def write(self, records: Sequence[Record]) -> list[WriteStatus]:
-        room = sum(_SUM_BYTES + as_bytes(record.payload).nbytes for record in records)
-        gone = list(self._coldest(room))
+        gone = list(self._coldest(sum(map(self._pages, records))))
         try:
             with self._environment.begin(write=True) as transaction:
                 for key in gone:
-                    transaction.delete(key)
+                    transaction.delete(key, db=self._values)
+                    transaction.delete(key, db=self._table)
             with self._environment.begin(write=True) as transaction:
                 for record in records:
-                    transaction.put(record.key, _framed(record), overwrite=True)
+                    size = self._pages(record).to_bytes(8)
+                    transaction.put(record.key, _framed(record), db=self._values)
+                    transaction.put(record.key, size, db=self._table)
         except (lmdb.MapFullError, lmdb.DiskError, OSError):
             return [WriteStatus.DISK_FULL] * len(records)
         for record in records:
-            self._enter(record.key, _SUM_BYTES + as_bytes(record.payload).nbytes)
+            self._enter(record.key, self._pages(record))
         return [WriteStatus.WRITTEN] * len(records)
 
     def read(self, keys: Sequence[SpillKey], into: Sequence[memoryview | None]) -> list[Reading]:
-        with self._environment.begin(buffers=False) as transaction:
+        with self._environment.begin(db=self._values) as transaction:
             values = [transaction.get(key) for key in keys]
         for key in keys:
             if key in self._sizes:
@@ -192,7 +202,8 @@ class LmdbMedium(_Rival):
     def delete(self, keys: Sequence[SpillKey]) -> None:
         with self._environment.begin(write=True) as transaction:
             for key in keys:
-                transaction.delete(key)
+                transaction.delete(key, db=self._values)
+                transaction.delete(key, db=self._table)
                 self._bytes -= self._sizes.pop(key, 0)
 
     def close(self) -> None:

@@ -8,10 +8,11 @@ steady_mib_s   writing three times the bound more, so that as much is evicted
 read_mib_s     random reads of single records, from the page cache
 cold_mib_s     the same after the file's pages were given up
 recover_ms     opening again after kill -9, up to the first answer
+cpu_s_gib      processor seconds for each GiB written (steady state), and read
 amplification  bytes that the process gave to write calls, over the payloads
 pause_ms       delay of another Python thread that wakes every millisecond, while writing: the 99th
                percentile
-flips          of 40 copies with four bits flipped each: those that served a wrong record, those whose
+flips          of 30 copies with four bits flipped each: those that served a wrong record, those whose
                process died, and the share of records that the others still served
 full           what is served after four times the disk's size was written to a disk of 64 MiB
 """
@@ -32,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +46,7 @@ from report import Column, Row, begin, parser, print_table, write_json
 STORES = ("segments", "lmdb", "rocksdb", "files")
 SIZES = {"32K": 32 << 10, "256K": 256 << 10, "1M": 1 << 20}
 BATCH_BYTES = 8 << 20
-FLIPS = 40
+FLIPS = 30
 TMPFS_BYTES = 64 << 20
 
 COLUMNS = (
@@ -55,6 +56,8 @@ COLUMNS = (
     Column("steady_mib_s", "steady MiB/s", ".0f"),
     Column("read_mib_s", "read MiB/s", ".0f"),
     Column("cold_mib_s", "cold MiB/s", ".0f"),
+    Column("write_cpu_s_gib", "write CPU s/GiB", ".2f"),
+    Column("read_cpu_s_gib", "read CPU s/GiB", ".2f"),
     Column("recover_ms", "recover ms"),
     Column("lost_share", "lost by kill", ".1%"),
     Column("amplification", "write amp.", ".2f"),
@@ -94,18 +97,30 @@ def batches(numbers: range, size: int) -> Iterator[list[Record]]:
         yield [record(number, size) for number in numbers[start : start + step]]
 
 
-def write(medium: Medium, numbers: range, size: int) -> float:
-    """MiB per second."""
-    began = time.perf_counter()
+class Rate(NamedTuple):
+    """How fast so many bytes were handled."""
+
+    mib_s: float
+    cpu_s_gib: float
+
+    @classmethod
+    def of(cls, num_bytes: int, wall: float, cpu: float) -> Rate:
+        """By the seconds of clock and processors."""
+        return cls(num_bytes / wall / 2**20, cpu / max(num_bytes, 1) * 2**30)
+
+
+def write(medium: Medium, numbers: range, size: int) -> Rate:
+    """Write records in batches."""
+    wall, cpu = time.perf_counter(), time.process_time()
     for batch in batches(numbers, size):
         medium.write(batch)
-    return len(numbers) * size / (time.perf_counter() - began) / 2**20
+    return Rate.of(len(numbers) * size, time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def read(medium: Medium, numbers: list[int], size: int) -> tuple[float, int, int]:
-    """MiB per second of what was found, how many of them, and how many were wrong."""
+def read(medium: Medium, numbers: list[int], size: int) -> tuple[Rate, int, int]:
+    """Read records one by one: how fast, how many were found, and how many were wrong."""
     found = wrong = 0
-    began = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     for number in numbers:
         (reading,) = medium.read([record(number, size).key], [None])
         if reading.status is ReadStatus.HIT:
@@ -114,7 +129,8 @@ def read(medium: Medium, numbers: list[int], size: int) -> tuple[float, int, int
             wrong += not np.array_equal(
                 np.frombuffer(reading.payload, np.uint8), record(number, size).payload
             )
-    return found * size / (time.perf_counter() - began) / 2**20, found, wrong
+    rate = Rate.of(found * size, time.perf_counter() - wall, time.process_time() - cpu)
+    return rate, found, wrong
 
 
 class Pauses(threading.Thread):
@@ -177,10 +193,12 @@ def speed(store: str, directory: Path, bound: int, size: int) -> Row:
     medium = make(store, directory, bound)
     cold_speed, _, _ = read(medium, recent, size)
     return {
-        "fill_mib_s": fill_speed,
-        "steady_mib_s": steady_speed,
-        "read_mib_s": read_speed,
-        "cold_mib_s": cold_speed,
+        "fill_mib_s": fill_speed.mib_s,
+        "steady_mib_s": steady_speed.mib_s,
+        "write_cpu_s_gib": steady_speed.cpu_s_gib,
+        "read_mib_s": read_speed.mib_s,
+        "read_cpu_s_gib": read_speed.cpu_s_gib,
+        "cold_mib_s": cold_speed.mib_s,
         "amplification": written / (4 * fill * size),
         "pause_ms": float(np.quantile(pauses.delays, 0.99)) * 1e3,
     }
@@ -320,8 +338,8 @@ def measure(store: str, name: str, options: argparse.Namespace) -> Row:
         row |= checked(apart("recover", store, root / "killed", bound, size))
         if name == "256K":
             shutil.rmtree(root / "speed")
-            apart("build", store, root / "small", 16 << 20, size)
-            row["flips"] = flips(store, root / "small", 16 << 20, size)
+            apart("build", store, root / "small", 8 << 20, size)
+            row["flips"] = flips(store, root / "small", 8 << 20, size)
             row["full"] = full_disk(store, size)
     finally:
         shutil.rmtree(root)
@@ -338,10 +356,11 @@ def main() -> None:
     options_of.add_argument("--directory", type=Path, help="on the disk to measure (default: /tmp)")
     options_of.add_argument("--bound", type=int, default=256, help="MiB that a store may take")
     options_of.add_argument("--stores", nargs="+", choices=STORES, default=STORES)
+    options_of.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = options_of.parse_args()
     logging.disable(logging.WARNING)
     machine = begin(options)
-    sizes = ["256K"] if options.quick else list(SIZES)
+    sizes = ["256K"] if options.quick else options.sizes
     rows = []
     for name in sizes:
         for store in options.stores:
