@@ -172,6 +172,7 @@ class LocalMedium(Medium):
         self._segment_bytes = aligned(segment_bytes or segment_bytes_for(size_bytes))
         self._file_type = file_type
         self._warn = OneLine()
+        self._rejected: set[Path] = set()
         if self._num_regions < MIN_SEGMENTS:
             raise ValueError(
                 f"--kv-tiering-ssd-size must be at least {MIN_SEGMENTS} segments of "
@@ -297,12 +298,11 @@ class LocalMedium(Medium):
         statuses: list[WriteStatus] = []
         while len(statuses) < len(items):
             rest = items[len(statuses) :]
-            fitting = self._fitting(rest)
-            if not fitting and rest[0].room > self._segment_room:
-                statuses.append(WriteStatus.TOO_LARGE)
-                continue
+            fitting = self._fitting(rest, self._segment_bytes - INDEX_FIXED_BYTES)
             try:
-                if fitting:
+                if rest[0].room > self._largest_room:
+                    statuses.append(WriteStatus.TOO_LARGE)
+                elif fitting:
                     statuses += self._write_run(rest[:fitting])
                 else:
                     self._begin_segment()
@@ -311,18 +311,23 @@ class LocalMedium(Medium):
         return statuses
 
     @property
-    def _segment_room(self) -> int:
-        return self._segment_bytes - BLOCK_BYTES - INDEX_FIXED_BYTES
+    def _movable_bytes(self) -> int:
+        """What may be moved into a segment when it begins."""
+        return self._segment_bytes // MOVED_SHARE
 
-    def _fitting(self, items: Sequence[_Item]) -> int:
-        """How many of the records, from the first, the active segment has room for."""
+    @property
+    def _largest_room(self) -> int:
+        """What a record may take, so that any segment has room for it when it begins."""
+        return self._segment_bytes - INDEX_FIXED_BYTES - 2 * BLOCK_BYTES - self._movable_bytes
+
+    def _fitting(self, items: Sequence[_Item], stop: int) -> int:
+        """How many of the records, from the first, fit into the active segment before ``stop``."""
         if self._active is None:
             return 0
-        used = self._active.end + len(self._active.keys) * INDEX_ENTRY_BYTES
-        room = self._segment_bytes - INDEX_FIXED_BYTES - used
+        room = stop - self._active.end - len(self._active.keys) * INDEX_ENTRY_BYTES
         for count, item in enumerate(items):
             room -= item.room
-            if room < 0:
+            if room < 0 or item.room > self._largest_room:
                 return count
         return len(items)
 
@@ -433,7 +438,7 @@ class LocalMedium(Medium):
     def _make_room(self) -> None:
         """Free a region: the emptiest, if all its records can be moved, or the oldest."""
         sealed = [x for x in self._segments.values() if x is not self._active]
-        movable = self._segment_bytes // MOVED_SHARE if self._active else 0
+        movable = self._movable_bytes if self._active else 0
         victim = min(sealed, key=lambda segment: segment.live_bytes)
         if victim.live_bytes > movable:
             victim = min(sealed, key=lambda segment: segment.sequence)
@@ -454,16 +459,24 @@ class LocalMedium(Medium):
 
     def _move(self, keep: Sequence[tuple[SpillKey, _Entry]]) -> None:
         """Write records again, into the active segment, as far as they are sound and fit."""
+        items: list[_Item] = []
+        size = 0
         for run in _runs([_Wanted(entry, key) for key, entry in keep]):
-            items = [
-                _Item(one.key, reading.payload, reading.contents, one.entry)
-                for one, reading in zip(run, self._read_run(self._file, run), strict=True)
-                if reading.payload is not None and reading.contents is not None
-            ]
-            items = items[: self._fitting(items)]
-            for item, status in zip(items, self._write_run(items), strict=True):
-                if status is WriteStatus.WRITTEN:
-                    self.counters.add(moved=1, moved_bytes=item.payload.nbytes)
+            for one, reading in zip(run, self._read_run(self._file, run), strict=True):
+                self.counters.add(damaged=reading.status is ReadStatus.CORRUPT)
+                if reading.payload is not None and reading.contents is not None:
+                    items.append(_Item(one.key, reading.payload, reading.contents, one.entry))
+                    size += one.entry.size
+            if size > READ_BYTES:
+                self._write_moved(items)
+                items, size = [], 0
+        self._write_moved(items)
+
+    def _write_moved(self, items: Sequence[_Item]) -> None:
+        items = items[: self._fitting(items, BLOCK_BYTES + self._movable_bytes)]
+        for item, status in zip(items, self._write_run(items), strict=True):
+            if status is WriteStatus.WRITTEN:
+                self.counters.add(moved=1, moved_bytes=item.payload.nbytes)
 
     def _retire(self, segment: _Segment) -> None:
         """Free a segment's region, on disk too."""
@@ -535,32 +548,34 @@ class LocalMedium(Medium):
 
     def _open(self) -> SpillFile:
         """The file of this key space: what is there of a persistent one, or an empty one."""
-        self._clear_leftovers()
         name = self._fingerprint.hex()[:16]
-        for attempt in range(_NAMES):
-            path = self.directory / f"{name}{f'-{attempt}' if attempt else ''}{_SUFFIX}"
+        names = [name + _SUFFIX, *(f"{name}-{n}{_SUFFIX}" for n in range(1, _NAMES))]
+        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+            self._look_at(path, own=path.name in names)
+        for path in map(self.directory.joinpath, names):
             try:
-                if not self.persists:
-                    path.unlink(missing_ok=True)
                 return self._file_type(path, create=True)
             except OSError as error:
                 self._reject(path, error)
         raise PermissionError(f"--kv-tiering-ssd-dir {self.directory} has no file that can be used")
 
-    def _clear_leftovers(self) -> None:
-        """Remove what stores without persistence left when they were killed; count the rest."""
-        for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
-            try:
-                file = self._file_type(path, create=False)
-                head = _read_block(file, 0)
-                if is_leftover(head):
-                    file.unlink()
-                elif any(head) and FileHeader.unpacked(head).fingerprint != self._fingerprint:
-                    raise FormatError("it belongs to another model or setting")
-            except (OSError, FormatError) as error:
-                self._reject(path, error)
+    def _look_at(self, path: Path, own: bool) -> None:
+        """Remove what a store without persistence left when it was killed, or this one would not
+        use; count and leave what belongs to others."""
+        try:
+            file = self._file_type(path, create=False)
+            head = _read_block(file, 0)
+            if is_leftover(head) or (own and not self.persists):
+                file.unlink()
+            elif not own:
+                raise FormatError("it belongs to another model or setting")
+        except (OSError, FormatError) as error:
+            self._reject(path, error)
 
     def _reject(self, path: Path, error: Exception) -> None:
+        if path in self._rejected:
+            return
+        self._rejected.add(path)
         self.counters.add(rejected_files=1)
         logger.warning("%s is left alone: %s", path, error)
 

@@ -161,6 +161,8 @@ class SpillCounters:
     moved: int = 0
     """Records that were kept from a segment that made room, and written again."""
     moved_bytes: int = 0
+    damaged: int = 0
+    """Records that were to be moved, but had a wrong checksum or header; they are forgotten."""
     medium_written_bytes: int = 0
     """All bytes that were written, headers, padding, indexes and moves included."""
     reclaim_errors: int = 0
