@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import (
+    SPILL_BACKENDS,
     ByteSize,
     PrefillScores,
     PrefixFidelity,
@@ -119,6 +121,7 @@ _METAVARS: dict[Callable[[str], Any], str] = {
     _layers: "LAYERS",
     Path: "DIR",
     ByteSize.parse: "BYTES",
+    str: "JSON",
 }
 
 OPTIONS: tuple[Option, ...] = (
@@ -232,6 +235,24 @@ OPTIONS: tuple[Option, ...] = (
         ("on", "off"),
     ),
     Option(
+        "spill-backend",
+        "spill_backend",
+        str,
+        ", ".join(SPILL_BACKENDS),
+        "Where the originals go: to --kv-tiering-ssd-dir, or to one of SGLang's storage backends, "
+        "which have a place and a size of their own.",
+        SPILL_BACKENDS,
+    ),
+    Option(
+        "spill-config",
+        "spill_config",
+        str,
+        "a JSON object",
+        "The extra configuration of a storage backend of SGLang's, as for "
+        "--hicache-storage-backend-extra-config.",
+        none="none",
+    ),
+    Option(
         "prefix-fidelity",
         "prefix_fidelity",
         PrefixFidelity,
@@ -319,6 +340,8 @@ def config_from(values: Mapping[str, Any]) -> TieringConfig | None:
 
 def _parsed(option: Option, value: Any) -> Any:
     try:
+        if isinstance(value, dict):  # of YAML, or of a keyword
+            value = json.dumps(value)
         is_list = isinstance(value, (list, tuple, set, frozenset, range))
         return option.parse(",".join(map(str, value)) if is_list else str(value))
     except (KeyError, ValueError, ZeroDivisionError):

@@ -240,7 +240,7 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
                 f"--kv-tiering qevict does not work with {refusal.what}, since {refusal.reason}: "
                 f"drop one of the two"
             )
-    if config.promote is Promotion.RESTORE and config.ssd_dir is None:
+    if config.promote is Promotion.RESTORE and not config.spills:
         yield (
             "--kv-tiering-promote restore brings originals back from the SSD tier: add "
             "--kv-tiering-ssd-dir, or drop --kv-tiering-promote restore"
@@ -274,9 +274,10 @@ def refused_platform(platform: Any, config: TieringConfig) -> Iterator[str]:
     """A sentence for SGLang's platform at hand, unless it can do what is asked."""
     if platform.device_type == "cpu":
         return
-    if config.ssd_dir is not None:
+    if config.spills:
+        flag = "ssd-dir" if config.ssd_dir is not None else "spill-backend"
         yield (
-            "--kv-tiering-ssd-dir serves on CPUs only so far: drop --kv-tiering-ssd-dir on "
+            f"--kv-tiering-{flag} serves on CPUs only so far: drop --kv-tiering-{flag} on "
             f"{platform.device_name}"
         )
     found = platform.device_name

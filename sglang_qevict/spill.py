@@ -27,13 +27,16 @@ import torch
 from huggingface_hub import snapshot_download
 from sglang.srt.runtime_context import get_parallel
 
-from qevict_tiers.config import PrefixFidelity, Promotion
+from qevict_tiers.config import PrefixFidelity, Promotion, TieringConfig
 from qevict_tiers.manager import AtHand, TierManager
 from qevict_tiers.spill.file import DirectoryInUse
+from qevict_tiers.spill.format import RECORD_HEADER_BYTES
 from qevict_tiers.spill.keys import KeyChain, KeySpace, Kind, LayerSpan, SpillKey, model_fingerprint
 from qevict_tiers.spill.local import LocalMedium
+from qevict_tiers.spill.medium import Medium
 from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
 from qevict_tiers.spill.store import SpillStore
+from sglang_qevict.spill_hicache import HiCacheMedium
 
 __all__ = ["BreakEven", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
 
@@ -155,6 +158,9 @@ class BreakEven:
 
 _LONGEST_READ_SECONDS = 5.0
 
+_LOOKUP_SECONDS = 0.2
+"""How long admission waits to hear what a storage backend has; the local store says it at once."""
+
 _NEAR_SHARE = 0.75
 """Of the least score of a FULL window: from there on a coded window is read beforehand."""
 
@@ -202,8 +208,7 @@ class SpillTier:
         ``windows``: that it could use. ``matched``: that memory has for it.
         """
         keys = request.keys(range(windows))
-        there = self.store.contains(keys)
-        found = there.result() if there.done() else []
+        found = self._contains(keys)
         count = found.index(False) if False in found else len(found)
         enough = matched if self._fidelity is PrefixFidelity.FULL else matched + 1
         worth = self.break_even.is_worth_it(count * self._record_bytes, count * self._window)
@@ -211,6 +216,13 @@ class SpillTier:
             self.counters.not_worth_it += 1
         count = self._least(count if worth else 0)
         return count if count >= enough else 0
+
+    def _contains(self, keys: Sequence[SpillKey]) -> list[bool]:
+        """Which are in the store; none if it takes too long to say."""
+        try:
+            return self.store.contains(keys).result(_LOOKUP_SECONDS)
+        except FutureTimeout:
+            return [False] * len(keys)
 
     def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
         """Read the originals of its first windows into memory; False if not all came in time.
@@ -389,7 +401,7 @@ def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier
     Raises ``ValueError`` with one sentence where the directory can't be used.
     """
     config, server_args = manager.budget.config, runner.server_args
-    if config.ssd_dir is None:
+    if not config.spills:
         return None
     parallel = get_parallel()
     rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
@@ -406,16 +418,28 @@ def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier
         tp_rank=rank,
         tp_size=size,
     )
-    directory = config.ssd_dir / f"dp{parallel.dp_rank or 0}-tp{rank}"
+    medium = _medium(config, space, f"dp{parallel.dp_rank or 0}-tp{rank}", manager)
+    store = SpillStore(medium, queue_bytes=QUEUE_BYTES, max_reads=_MAX_READS)
+    layers = LayerSpan(first_layer, first_layer + manager.num_layers)
+    return SpillTier(manager, store, space, layers)
+
+
+def _medium(config: TieringConfig, space: KeySpace, rank: str, manager: TierManager) -> Medium:
+    """Where records go; ``rank``: the name of a rank's own directory."""
+    if config.ssd_dir is None:
+        record_bytes = manager.num_layers * manager.budget.full_bytes
+        # So that a record is one page.
+        page_bytes = record_bytes + RECORD_HEADER_BYTES
+        name, settings = config.spill_backend, config.spill_settings
+        return HiCacheMedium(name, settings, page_bytes, persist=config.ssd_persist)
     try:
-        medium = LocalMedium(directory, space, int(config.ssd_size), persist=config.ssd_persist)
+        return LocalMedium(
+            config.ssd_dir / rank, space, int(config.ssd_size), persist=config.ssd_persist
+        )
     except (OSError, DirectoryInUse) as error:
         raise ValueError(
             f"--kv-tiering-ssd-dir {config.ssd_dir} can't be used: {error}: name another directory"
         ) from None
-    store = SpillStore(medium, queue_bytes=QUEUE_BYTES, max_reads=_MAX_READS)
-    layers = LayerSpan(first_layer, first_layer + manager.num_layers)
-    return SpillTier(manager, store, space, layers)
 
 
 def _fingerprint(model: str, *changes: object) -> str:

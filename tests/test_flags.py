@@ -47,8 +47,18 @@ VALUES: dict[str, tuple[str, object]] = {
     "ssd_dir": ("/tmp/spill", Path("/tmp/spill")),
     "ssd_size": ("512M", 512 << 20),
     "ssd_persist": ("on", True),
+    "spill_backend": ("file", "file"),
+    "spill_config": ('{"a": 1}', '{"a": 1}'),
     "prefix_fidelity": ("codes", PrefixFidelity.CODES),
 }
+
+# What an option cannot be without.
+BESIDE: dict[str, dict[str, Any]] = {"spill_config": {"spill_backend": "file"}}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return ON | {f"kv_tiering_{field}": value for field, value in fields.items()}
+
 
 # Values outside the range; one that is no number at all where a number is wanted.
 WRONG: list[tuple[str, str]] = [
@@ -64,10 +74,11 @@ WRONG: list[tuple[str, str]] = [
     *(("exact-prefill-tokens", text) for text in ("0", "511", "many")),
     *(("full-layers", text) for text in ("-1", "0,x", "3-", "-3", "4-2", "0;1", "0-99999999999")),
     *(("ssd-size", text) for text in ("0", "-1G", "16Q", "G", "many", "1/0")),
+    ("spill-backend", "tape"),
     *(("ssd-persist", text) for text in ("yes", "1")),
     ("prefix-fidelity", "exact"),
     ("params", "int8"),
-    ("promote", "restore"),
+    ("promote", "recall"),
     ("prefix-reuse", "on"),
     ("prefill-scores", "first"),
 ]
@@ -139,9 +150,10 @@ def test_every_option_has_a_value_here() -> None:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_a_value_reaches_its_field_and_no_other(option: Option) -> None:
     text, value = VALUES[option.field]
-    expected = dataclasses.replace(TieringConfig(), **{option.field: value})
-    assert expected != TieringConfig()
-    assert config_from({**ON, option.dest: text}) == expected
+    base = BESIDE.get(option.field, {})
+    expected = dataclasses.replace(TieringConfig(), **base, **{option.field: value})
+    assert expected != TieringConfig(**base)
+    assert config_from({**_given(base), option.dest: text}) == expected
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -155,7 +167,8 @@ def test_a_keyword_may_have_the_values_own_type(option: Option) -> None:
         given = text
     else:
         given = value
-    assert config_from({**ON, option.dest: given}) == config_from({**ON, option.dest: text})
+    on = _given(BESIDE.get(option.field, {}))
+    assert config_from({**on, option.dest: given}) == config_from({**on, option.dest: text})
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)

@@ -186,7 +186,9 @@ def test_segments_are_not_recalled() -> None:
 
 
 def test_reuse_off_leaves_no_use_for_the_tier(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="--kv-tiering-ssd-dir must be left out with"):
+    with pytest.raises(
+        ValueError, match="--kv-tiering-prefix-reuse must be codes with the SSD tier"
+    ):
         TieringConfig(ssd_dir=tmp_path, prefix_reuse=PrefixReuse.OFF)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qevict_kernels.layout import (
     SUPPORTED_BITS,
@@ -16,6 +17,7 @@ from qevict_kernels.layout import (
 )
 
 __all__ = [
+    "SPILL_BACKENDS",
     "ByteSize",
     "Heads",
     "PrefillScores",
@@ -99,7 +101,10 @@ SCORING_SPAN_TOKENS = 32
 """Prompt tokens whose queries score with ``PrefillScores.LAST``."""
 
 
-_SSD_SIZE = ByteSize(16 << 30)
+SPILL_BACKENDS = ("local", "file", "mooncake", "nixl", "hf3fs", "lmcache", "dynamic")
+"""Where originals are written: our own store on a local disk, or SGLang's backends by name."""
+
+_SSD_SIZE, _LEAST_SSD_SIZE = ByteSize(16 << 30), ByteSize(64 << 20)
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,12 @@ class TieringConfig:
     exact_prefill_tokens: prompts up to this length are attended in full precision and
         routed once, after their last token; None: whatever fits the memory.
     full_layers: layers whose windows all stay FULL.
-    ssd_dir: where originals are written behind, or None for no such tier. ssd_size: bytes of
-        it. ssd_persist: whether it outlives the server. prefix_fidelity: see
-        ``PrefixFidelity``.
+    ssd_dir: where each rank writes originals behind, in a directory of its own; None for no
+        such tier. ssd_size: bytes that each rank may take there. ssd_persist: whether they
+        outlive the server.
+    spill_backend: one of ``SPILL_BACKENDS``. spill_config: the extra configuration of a
+        backend of SGLang's, JSON.
+    prefix_fidelity: see ``PrefixFidelity``.
 
     Raises ``ValueError`` with the option, the value and the remedy.
     """
@@ -144,6 +152,8 @@ class TieringConfig:
     ssd_dir: Path | None = None
     ssd_size: ByteSize = _SSD_SIZE
     ssd_persist: bool = False
+    spill_backend: str = "local"
+    spill_config: str | None = None
     prefix_fidelity: PrefixFidelity = PrefixFidelity.FULL
 
     def __post_init__(self) -> None:
@@ -179,13 +189,60 @@ class TieringConfig:
             sorted(self.full_layers),
             "layer numbers from 0",
         )
-        _check(self.ssd_size > 0, "ssd-size", self.ssd_size, "bytes above 0, or such as 512M, 16G")
+        self._check_spill()
+
+    def _check_spill(self) -> None:
+        local = self.spill_backend == "local"
         _check(
-            self.ssd_dir is None or self.prefix_reuse is not PrefixReuse.OFF,
+            self.spill_backend in SPILL_BACKENDS,
+            "spill-backend",
+            self.spill_backend,
+            f"one of {', '.join(SPILL_BACKENDS)}",
+        )
+        _check(
+            local or self.ssd_dir is None,
             "ssd-dir",
             self.ssd_dir,
-            "left out with --kv-tiering-prefix-reuse off, which reuses nothing",
+            f"left out with --kv-tiering-spill-backend {self.spill_backend}, "
+            "which has its own place",
         )
+        _check(
+            self.ssd_size >= _LEAST_SSD_SIZE,
+            "ssd-size",
+            self.ssd_size,
+            f"{_LEAST_SSD_SIZE} or more",
+        )
+        _check(
+            not (local and self.spill_config),
+            "spill-config",
+            self.spill_config,
+            "left out with --kv-tiering-spill-backend local",
+        )
+        _check(
+            isinstance(self.spill_settings, dict),
+            "spill-config",
+            self.spill_config,
+            "a JSON object",
+        )
+        _check(
+            not self.spills or self.prefix_reuse is not PrefixReuse.OFF,
+            "prefix-reuse",
+            self.prefix_reuse.value,
+            "codes with the SSD tier, which is there for reuse",
+        )
+
+    @property
+    def spills(self) -> bool:
+        """Whether originals are written to an SSD, or to a backend of SGLang's."""
+        return self.ssd_dir is not None or self.spill_backend != "local"
+
+    @property
+    def spill_settings(self) -> Any:
+        """What ``spill_config`` says; None where it is no JSON."""
+        try:
+            return json.loads(self.spill_config or "{}")
+        except json.JSONDecodeError:
+            return None
 
     def geometry(self, heads: Heads) -> WindowGeometry:
         """Windows of a model with these heads.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qevict_tiers.spill.config import SpillConfig
+from qevict_tiers.config import ByteSize, TieringConfig
 from qevict_tiers.spill.keys import KeySpace, Kind, LayerSpan, SpillKey, model_fingerprint
 
 SPACE = KeySpace(model="m", dtype="bfloat16", window=4)
@@ -63,7 +63,7 @@ def test_tenants_never_meet(texts: list[str | None]) -> None:
     assert (the_key(salt=salt, extra=extra) == the_key(salt=other_salt, extra=other_extra)) == same
 
 
-@given(st.lists(st.integers(0, 2**31), min_size=12, max_size=12), st.integers(0, 3))
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=12, max_size=12), st.integers(0, 3))
 def test_a_chain_is_the_same_however_it_was_extended(tokens: list[int], cut: int) -> None:
     whole, parts = SPACE.chain("s", None), SPACE.chain("s", None)
     whole.extend(tokens)
@@ -114,13 +114,17 @@ def test_a_fine_tuned_model_has_another_fingerprint(tmp_path: Path) -> None:
             "its own place, got /d",
         ),
         (
-            {"ssd_size": 1 << 20},
-            "--kv-tiering-ssd-size must be at least 67108864 bytes, got 1048576",
+            {"ssd_size": ByteSize(1 << 20)},
+            "--kv-tiering-ssd-size must be 64M or more, got 1M",
         ),
         (
-            {"spill_config": {"a": 1}},
+            {"spill_config": '{"a": 1}'},
             "--kv-tiering-spill-config must be left out with --kv-tiering-spill-backend local, "
-            "got {'a': 1}",
+            'got {"a": 1}',
+        ),
+        (
+            {"spill_backend": "file", "spill_config": "{a}"},
+            "--kv-tiering-spill-config must be a JSON object, got {a}",
         ),
     ],
 )
@@ -128,5 +132,5 @@ def test_wrong_options_are_refused_with_the_remedy(
     options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        SpillConfig(**options)  # type: ignore[arg-type]
+        TieringConfig(**options)  # type: ignore[arg-type]
     assert str(error.value) == message
