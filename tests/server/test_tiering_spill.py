@@ -149,6 +149,22 @@ def test_what_was_written_survives_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sglang_s_file_backend_serves_as_well(tmp_path: Path) -> None:
+    (prompt,) = prompts([LENGTH], start=12_600)
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "pages")}
+    backend = (*TIERED, "--kv-tiering-spill-backend", "file")
+    with Server(*backend, log_path=tmp_path / "server.log", env=env) as server:
+        cold = answer(server, prompt, TOKENS)
+        wait_for_writes(server)
+        server.flush_cache()
+        assert_same_up_to_a_near_tie(cold, answer(server, prompt, TOKENS))
+        assert counts(server)["windows"] == (LENGTH - 1) // 8
+        assert len(list((tmp_path / "pages").iterdir())) >= (LENGTH - 1) // 8
+        assert_idle(server)
+        server.assert_clean()
+
+
+@pytest.mark.slow
 def test_another_model_s_files_are_ignored(tmp_path: Path) -> None:
     (prompt,) = prompts([700], start=13_000)
     with Server(*flags(tmp_path / "ssd"), log_path=tmp_path / "first.log") as first:
