@@ -160,6 +160,7 @@ class QEvictAttentionBackend(AttentionBackend):
             self._start_extend(forward_batch)
 
     def _start_extend(self, forward_batch: Any) -> None:
+        self._extend_began = time.perf_counter()
         if forward_batch.req_pool_indices_cpu is None:
             # A warm-up: no query scores.
             self._score_starts, self._whole = forward_batch.seq_lens, None
@@ -243,6 +244,8 @@ class QEvictAttentionBackend(AttentionBackend):
             self._whole,
         )
         self._state.route_layer(index, self._chunks)
+        if self._chunks and index == self._manager.num_layers - 1:
+            self._state.spill.computed(q.shape[0], time.perf_counter() - self._extend_began)
         return out.view(q.shape[0], -1)
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:

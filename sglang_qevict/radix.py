@@ -104,13 +104,15 @@ class TieredRadixCache(UnifiedRadixCache):
     def _to_recall(self, req: Any, key: RadixKey, prompt: int, usable: int) -> int:
         """How many windows to read from the SSD tier, instead of what memory has."""
         state = runtime.require_state()
-        if state.spill is None or req.skip_radix_cache_insert:
+        if req.skip_radix_cache_insert:
             return 0
         spilled = getattr(req, _SPILLED, None)
         if spilled is None:
             spilled = state.spill.request(
                 req.cache_salt, req.extra_key, lambda: [*req.origin_input_ids, *req.output_ids]
             )
+            if spilled is None:
+                return 0
             setattr(req, _SPILLED, spilled)
         windows = len(key) // self.page_size
         # Segments are routed before their prompt's end is known; what is recalled can't be.
@@ -127,7 +129,6 @@ class TieredRadixCache(UnifiedRadixCache):
         allocator = self.token_to_kv_pool_allocator
         self.evict_until(lambda: allocator.available_size() >= tokens)
         spill, spilled = runtime.require_state().spill, getattr(req, _SPILLED)
-        assert spill is not None
         locations = allocator.alloc(tokens)
         # Asked on every rank, whatever came of the allocation.
         if spill.read(spilled, tokens // self.page_size, wanted=locations is not None):
@@ -214,6 +215,5 @@ def create_cache(context: Any) -> Any:
                 "disables for this model: drop --kv-tiering, or serve another model"
             )
     cache = create_unified_radix_cache(context, cache_class=TieredRadixCache)
-    if (spill := runtime.require_state().spill) is not None:
-        spill.decide_with(cache.attn_tp_group)
+    runtime.require_state().spill.decide_with(cache.attn_tp_group)
     return cache

@@ -38,7 +38,7 @@ from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
 from qevict_tiers.spill.store import SpillStore
 from sglang_qevict.spill_hicache import HiCacheMedium
 
-__all__ = ["BreakEven", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
+__all__ = ["BreakEven", "NoSpill", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,9 @@ class BreakEven:
 
 _LONGEST_READ_SECONDS = 5.0
 
+_FEWEST_TIMED_TOKENS = 256
+"""Launches of fewer tokens say little of how long a prefix takes."""
+
 _LOOKUP_SECONDS = 0.2
 """How long admission waits to hear what a storage backend has; the local store says it at once."""
 
@@ -168,8 +171,74 @@ _PREFETCH_SPARE = 4
 """Windows that are read beyond what FULL has room for."""
 
 
+class NoSpill:
+    """No SSD tier: nothing is written, and nothing comes back."""
+
+    def request(
+        self, salt: str | None, extra_key: str | None, tokens: Callable[[], Sequence[int]]
+    ) -> SpilledRequest | None:
+        """A request's windows, whose tokens so far ``tokens`` gives whenever it is asked."""
+        return None
+
+    def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
+        """How many of its first windows to recall, 0 for none.
+
+        ``windows``: that it could use. ``matched``: that memory has for it.
+        """
+        return 0
+
+    def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
+        """Read the originals of its first windows into memory; False if not all came in time.
+
+        ``wanted``: False if this rank has no use for them, so that no rank has.
+        """
+        return False
+
+    def open(self, row: int, request: SpilledRequest | None, shared: int) -> None:
+        """A row begins, whose first windows are ``shared``, or recalled."""
+
+    def close(self, row: int) -> None:
+        """A row ends."""
+
+    def recalled(self, row: int) -> int:
+        """First windows of a row that come from the store and are not in place yet."""
+        return 0
+
+    def restore(self, layers: slice, row: int) -> None:
+        """Put recalled originals into a row's FULL copies; the last layer frees them."""
+
+    def take(self, layers: slice, due: Sequence[tuple[int, int]]) -> None:
+        """Take the originals of what is about to be ranked for the first time.
+
+        ``due``: rows and how many tokens of them are ranked. Layers come in order, each once.
+        """
+
+    def finish(self, row: int, windows: int) -> None:
+        """A row ends well: take what is left of its first windows, all FULL in all layers."""
+
+    def at_hand(self, rows: Sequence[int]) -> AtHand | None:
+        """What a routing event of these rows may put back into FULL copies."""
+        return None
+
+    def prefetch(self, due: Sequence[tuple[int, int]]) -> None:
+        """After a routing event: read what may be FULL at the next one, forget the rest."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A launch has computed so many tokens of prompts in so long."""
+
+    def forget_rows(self) -> None:
+        """All rows are gone (a flush); what is in the store stays."""
+
+    def decide_with(self, group: Any) -> None:
+        """Decide as all ranks of a ``torch.distributed`` group: by what the least of them has."""
+
+    def report(self) -> dict[str, Any] | None:
+        """What the store holds and did, for ``/server_info``."""
+        return None
+
+
 @dataclass
-class SpillTier:
+class SpillTier(NoSpill):
     """Writes originals behind and recalls them, for one rank.
 
     layers: those of the model that this rank has. The store's threads are the only ones that wait
@@ -199,14 +268,9 @@ class SpillTier:
     def request(
         self, salt: str | None, extra_key: str | None, tokens: Callable[[], Sequence[int]]
     ) -> SpilledRequest:
-        """A request's windows, whose tokens so far ``tokens`` gives whenever it is asked."""
         return SpilledRequest(self.space.chain(salt, extra_key), self.layers, tokens)
 
     def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
-        """How many of its first windows to recall, 0 for none.
-
-        ``windows``: that it could use. ``matched``: that memory has for it.
-        """
         keys = request.keys(range(windows))
         found = self._contains(keys)
         count = found.index(False) if False in found else len(found)
@@ -225,10 +289,6 @@ class SpillTier:
             return [False] * len(keys)
 
     def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
-        """Read the originals of its first windows into memory; False if not all came in time.
-
-        ``wanted``: False if this rank has no use for them, so that no rank has.
-        """
         if not self._least(int(wanted)):
             return False
         budget = self.manager.budget
@@ -258,23 +318,21 @@ class SpillTier:
 
     # -- rows --------------------------------------------------------------------------
 
-    def open(self, row: int, request: SpilledRequest, shared: int) -> None:
-        """A row begins, whose first windows are ``shared``, or recalled."""
+    def open(self, row: int, request: SpilledRequest | None, shared: int) -> None:
+        if request is None:
+            return
         request.written = max(shared, request.recalled)
         self._rows[row] = request
 
     def close(self, row: int) -> None:
-        """A row ends."""
         self._rows.pop(row, None)
         self._prefetched.pop(row, None)
 
     def recalled(self, row: int) -> int:
-        """First windows of a row that come from the store and are not in place yet."""
         request = self._rows.get(row)
         return request.recalled if request is not None and request.originals is not None else 0
 
     def restore(self, layers: slice, row: int) -> None:
-        """Put recalled originals into a row's FULL copies; the last layer frees them."""
         request = self._rows[row]
         assert request.originals is not None
         self.manager.restore(layers, row, request.originals[:, layers])
@@ -282,10 +340,6 @@ class SpillTier:
             request.originals = None
 
     def take(self, layers: slice, due: Sequence[tuple[int, int]]) -> None:
-        """Take the originals of what is about to be ranked for the first time.
-
-        ``due``: rows and how many tokens of them are ranked. Layers come in order, each once.
-        """
         if layers.start == 0:
             history = self.manager.budget.history
             self._taken = [
@@ -294,12 +348,10 @@ class SpillTier:
         self._take(layers)
 
     def finish(self, row: int, windows: int) -> None:
-        """A row ends well: take what is left of its first windows, all FULL in all layers."""
         self._taken = [taken] if (taken := self._begin(row, windows)) else []
         self._take(slice(0, self.manager.num_layers))
 
     def at_hand(self, rows: Sequence[int]) -> AtHand | None:
-        """What a routing event of these rows may put back into FULL copies."""
         if not self._restores:
             return None
         windows = torch.zeros((len(rows), self.manager.views.tier.shape[-1]), dtype=torch.bool)
@@ -310,7 +362,6 @@ class SpillTier:
         return AtHand(windows, lambda index, window: self._prefetched[rows[index]][window].original)
 
     def prefetch(self, due: Sequence[tuple[int, int]]) -> None:
-        """After a routing event: read what may be FULL at the next one, forget the rest."""
         if not self._restores:
             return
         for row, tokens in due:
@@ -367,10 +418,13 @@ class SpillTier:
             )
         self._taken = []
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        if tokens >= _FEWEST_TIMED_TOKENS:
+            self.break_even.computed(tokens, seconds)
+
     # -- the whole ---------------------------------------------------------------------
 
     def decide_with(self, group: Any) -> None:
-        """Decide as all ranks of a ``torch.distributed`` group: by what the least of them has."""
         self._group = group if group.size() > 1 else None
 
     def _least(self, number: int) -> int:
@@ -381,13 +435,11 @@ class SpillTier:
         return int(shared)
 
     def forget_rows(self) -> None:
-        """All rows are gone (a flush); what is in the store stays."""
         self._rows.clear()
         self._prefetched.clear()
         self._taken = []
 
     def report(self) -> dict[str, Any]:
-        """What the store holds and did, for ``/server_info``."""
         return {
             "usage": self.store.usage()._asdict(),
             "counters": self.store.counters.read(),

@@ -21,7 +21,7 @@ from qevict_tiers.manager import TierManager
 from qevict_tiers.presets import preset_name
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
-from sglang_qevict.spill import SpilledRequest, SpillTier
+from sglang_qevict.spill import NoSpill, SpilledRequest
 
 __all__ = ["CHECK_VARIABLE", "Chunk", "TieringState"]
 
@@ -128,11 +128,11 @@ class TieringState:
         plan: CapacityPlan,
         manager: TierManager,
         req_to_token: torch.Tensor,
-        spill: SpillTier | None = None,
+        spill: NoSpill | None = None,
     ):
         self.plan = plan
         self.manager = manager
-        self.spill = spill
+        self.spill = spill or NoSpill()
         self.claims = plan.claims
         self.ledger = ClaimLedger(plan.claims, manager.arena.capacity_bytes, plan.num_pages)
         self._reuses = plan.budget.config.prefix_reuse is not PrefixReuse.OFF
@@ -198,8 +198,7 @@ class TieringState:
 
     def finish(self, row: int, tokens: int) -> None:
         """A row is about to end well with so many tokens, before any of it is published."""
-        if self.spill is not None:
-            self._events.append(_Finish(row, tokens // self._window))
+        self._events.append(_Finish(row, tokens // self._window))
 
     @rank_consensus(same_params=True)
     def publish(self, row: int, start: int, pages: Sequence[int]) -> None:
@@ -295,8 +294,7 @@ class TieringState:
         self._prepared = ([], [])
         self._view_tokens.clear()
         self.manager.clear()
-        if self.spill is not None:
-            self.spill.forget_rows()
+        self.spill.forget_rows()
 
     def reset_allocator(self) -> None:
         """Nothing is allocated apart from rows (auxiliary cache)."""
@@ -366,19 +364,16 @@ class TieringState:
             self.manager.open(rows, [event.publishable for event in events])
             self._view_tokens.update(dict.fromkeys(rows, 0))
             for event in events:
-                if self.spill is not None and event.spilled is not None:
-                    self.spill.open(event.row, event.spilled, event.shared)
+                self.spill.open(event.row, event.spilled, event.shared)
         elif kind is _Finish:
             for event in events:
-                if self.spill is not None:
-                    self.spill.finish(event.row, event.windows)
+                self.spill.finish(event.row, event.windows)
         elif kind is _Close:
             rows = [event.row for event in events]
             self.manager.close(rows)
             for row in rows:
                 self._view_tokens.pop(row, None)
-                if self.spill is not None:
-                    self.spill.close(row)
+                self.spill.close(row)
         elif kind is _Publish:
             for event in events:
                 self.manager.publish(event.row, event.start, event.end, event.keep)
@@ -410,7 +405,7 @@ class TieringState:
     def _restore(self, layers: slice, chunks: Sequence[Chunk]) -> None:
         """Put what the SSD tier has read for these chunks into their FULL copies."""
         for chunk in chunks:
-            if self.spill is not None and chunk.recalled:
+            if chunk.recalled:
                 self.spill.restore(layers, chunk.row)
 
     @single_threaded
@@ -419,8 +414,7 @@ class TieringState:
         due = [(chunk.row, chunk.route_at) for chunk in chunks if chunk.route_at is not None]
         if due:
             rows, tokens = zip(*due, strict=True)
-            if self.spill is not None:
-                self.spill.take(slice(layer, layer + 1), due)
+            self.spill.take(slice(layer, layer + 1), due)
             self.manager.route(slice(layer, layer + 1), list(rows), list(tokens))
             if layer == self.manager.num_layers - 1:
                 self._log_routed(due)
@@ -428,7 +422,7 @@ class TieringState:
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
         prompt, shared = self.ledger.prompt_tokens(row), self.ledger.sharing(row).shared
         is_whole = not shared and self.claims.is_unrouted(prompt, start)
-        recalled = self.spill.recalled(row) if self.spill is not None else 0
+        recalled = self.spill.recalled(row)
         if start >= prompt:
             return Chunk(row, start, end, start, None, lazy=False, is_whole=is_whole, recalled=0)
         segment_end = start + self.claims.chunk_limit(prompt, start)
@@ -454,13 +448,9 @@ class TieringState:
         if due:
             everything = slice(0, self.manager.num_layers)
             due_rows, tokens = [row for row, _ in due], [n for _, n in due]
-            at_hand = None
-            if self.spill is not None:
-                self.spill.take(everything, due)
-                at_hand = self.spill.at_hand(due_rows)
-            self.manager.route(everything, due_rows, tokens, at_hand)
-            if self.spill is not None:
-                self.spill.prefetch(due)
+            self.spill.take(everything, due)
+            self.manager.route(everything, due_rows, tokens, self.spill.at_hand(due_rows))
+            self.spill.prefetch(due)
             self._log_routed(due)
 
     def _log_routed(self, due: list[tuple[int, int]]) -> None:
@@ -588,5 +578,5 @@ class TieringState:
             "requests": len(self.ledger),
             "kept_pages": self.ledger.kept.num_pages,
             "max_logical_tokens": self.plan.max_tokens,
-            "spill": None if self.spill is None else self.spill.report(),
+            "spill": self.spill.report(),
         }

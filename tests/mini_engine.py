@@ -353,11 +353,9 @@ class MiniEngine:
     def _to_recall(self, request: Request, matched: int) -> int:
         """Windows of a request that are to come from the store."""
         spill = self.state.spill
-        if spill is None:
-            return 0
         request.spilled = spill.request(str(request.text.salt), None, request.tokens)
         windows = (request.prompt - 1) // self.geometry.window
-        if not windows or not self.state.claims.is_exact(request.prompt):
+        if request.spilled is None or not windows or not self.state.claims.is_exact(request.prompt):
             return 0
         return spill.find(request.spilled, windows, matched)
 

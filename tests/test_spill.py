@@ -15,7 +15,7 @@ from qevict_tiers.config import Heads, PrefixFidelity, PrefixReuse, Promotion, T
 from qevict_tiers.ledger import Counter
 from qevict_tiers.policy import Tier
 from sglang_qevict import spill as spill_module
-from sglang_qevict.spill import BreakEven
+from sglang_qevict.spill import BreakEven, SpillTier
 
 DOCUMENT = Text(document=1, tokens=400)
 WINDOW = 8
@@ -162,7 +162,7 @@ def test_a_window_that_is_read_too_late_stays_coded() -> None:
         engine.decode([1])
     assert views.tier[0, request.row, window] == Tier.CODED
     assert engine.manager.counters.read()[Counter.PROMOTED] == 0
-    assert engine.state.spill is not None
+    assert isinstance(engine.state.spill, SpillTier)
     assert engine.state.spill.counters.late > 0
 
 
@@ -209,7 +209,7 @@ def test_what_is_not_read_in_time_is_computed(monkeypatch: pytest.MonkeyPatch) -
         pass
     assert engine.start(2, 430, DOCUMENT) == 0
     spill = engine.state.spill
-    assert spill is not None
+    assert isinstance(spill, SpillTier)
     assert (spill.counters.failed, spill.counters.requests) == (1, 0)
     engine.extend({2: 430})
     engine.finish(2, publish=True)
