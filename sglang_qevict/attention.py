@@ -160,9 +160,10 @@ class QEvictAttentionBackend(AttentionBackend):
         self._kernels = self._manager.kernels
         if in_capture:
             return
-        self._kernels = self._state.observer.attending(self._kernels)
+        is_decode = forward_batch.forward_mode.is_decode()
+        self._kernels = self._state.observer.attending(self._kernels, is_decode=is_decode)
         self._chunks = []
-        if forward_batch.forward_mode.is_decode():
+        if is_decode:
             padding = getattr(forward_batch, "num_padding", None) or 0
             self._state.start_decode(*self._state.take_decoding(forward_batch.batch_size - padding))
         elif forward_batch.forward_mode.is_extend():

@@ -36,9 +36,9 @@ __all__ = ["MetricsObserver", "make_observer"]
 
 _INTERVAL_SECONDS = 1.0
 _SAMPLE_EVERY = 16
-"""Launches of which one has its attention measured."""
+"""Decode launches, and prefill launches, of which one has its attention measured."""
 
-_COUNTERS = {
+_COUNTERS: dict[Counter, tuple[table.Metric, *tuple[str, ...]]] = {
     Counter.ROUTED: (table.ROUTED_WINDOWS,),
     Counter.DEMOTED: (table.DEMOTIONS,),
     Counter.EVICTED_FULL: (table.EVICTIONS, "full"),
@@ -134,7 +134,7 @@ class MetricsObserver(Observer):
         self._exporter = exporter
         self._state: TieringState | None = None
         self._next = 0.0
-        self._launches = 0
+        self._launches: Tally[bool] = Tally()
         self._tenants = Tenants()
         self._tenant_of = [0] * num_rows
         self._routed_layers = 0
@@ -199,11 +199,9 @@ class MetricsObserver(Observer):
         self._wavering.after(before, views, layers, rows, tokens, groups)
         self._routed_layers += len(rows) * (layers.stop - layers.start)
 
-    def attending(self, kernels: Attends) -> Attends:
-        self._launches += 1
-        if self._launches % _SAMPLE_EVERY:
-            return kernels
-        return _Measured(kernels, self._sample)
+    def attending(self, kernels: Attends, *, is_decode: bool) -> Attends:
+        number, self._launches[is_decode] = self._launches[is_decode], self._launches[is_decode] + 1
+        return kernels if number % _SAMPLE_EVERY else _Measured(kernels, self._sample)
 
     def launched(self) -> None:
         now = monotonic()

@@ -37,11 +37,11 @@ class Exporter:
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, ...], Any] = {}
         for metric in METRICS.values():
-            options: dict[str, Any] = {
-                Kind.GAUGE: {"multiprocess_mode": "mostrecent"},
-                Kind.COUNTER: {},
-                Kind.HISTOGRAM: {"buckets": metric.buckets},
-            }[metric.kind]
+            options: dict[str, Any] = {}
+            if metric.kind is Kind.GAUGE:
+                options["multiprocess_mode"] = "mostrecent"
+            elif metric.kind is Kind.HISTOGRAM:
+                options["buckets"] = metric.buckets
             self._metrics[metric.name] = types[metric.kind](
                 metric.name,
                 metric.help,

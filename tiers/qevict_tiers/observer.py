@@ -94,7 +94,7 @@ class Observer:
         """Entered for each routing event, of rows of so many stored tokens, in some layers."""
         return nullcontext()
 
-    def attending(self, kernels: Attends) -> Attends:
+    def attending(self, kernels: Attends, *, is_decode: bool) -> Attends:
         """The next launch attends with these kernels, or with what is returned around them."""
         return kernels
 
