@@ -42,7 +42,7 @@ class LateReader(Generic[_Note]):
             self._take()
         if self._arrived is None:
             if self._host is None or self._host.shape != numbers.shape:
-                self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+                self._host = _pinned_like(numbers)
             self._host.copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -55,6 +55,10 @@ class LateReader(Generic[_Note]):
         assert self._host is not None
         self._arrived.synchronize()
         self._latest, self._arrived = (self._host.tolist(), self._note), None
+
+
+def _pinned_like(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
 
 
 class Stopwatch:

@@ -46,7 +46,9 @@ class Wavering:
         device: torch.device,
     ) -> None:
         self._budget = budget
-        self._bounds = torch.tensor(bounds, dtype=torch.float64, device=device)
+        self._bounds = torch.stack(
+            [torch.full((), bound, dtype=torch.float64, device=device) for bound in bounds]
+        )
         is_routed = [layer not in budget.config.full_layers for layer in range(budget.num_layers)]
         self._is_routed = to_device(is_routed, device).bool()
         size = len(bounds) + 2
