@@ -8,7 +8,7 @@ underscore: ``_sglang`` selects either.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,12 @@ def _total(name: str, by: str = "", labels: str = "") -> str:
     return f"{total} ({_ours(name, labels)})"
 
 
+def _by_value(name: str, label: str, *values: str) -> Iterator[Query]:
+    """A query for each value of a label, so that they are stacked in this order."""
+    for value in values:
+        yield Query(_total(name, labels=f', {label}="{value}"'), value)
+
+
 def _targets(panel: Any, queries: tuple[Query, ...]) -> Any:
     for index, query in enumerate(queries):
         panel.with_target(
@@ -123,9 +129,8 @@ def _graph(
     *queries: Query,
     span: int = 12,
     stacked: bool = False,
-    series: tuple[str, ...] = (),
 ) -> Any:
-    """A graph over time. ``series``: values of a legend that is a label, for their colours."""
+    """A graph over time."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -151,9 +156,6 @@ def _graph(
     )
     if stacked:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("A"))
-    for name in series:
-        color = {"mode": "fixed", "fixedColor": COLORS[name]}
-        panel.override_by_name(name, [DynamicConfigValue("color", color)])
     return _targets(panel, queries)
 
 
@@ -284,9 +286,8 @@ def _tiers() -> Any:
             "Where windows lie: used by running requests, reclaimable (kept for requests to "
             "come), free.",
             "bytes",
-            Query(_total("arena_bytes", "state"), "{{state}}"),
+            *_by_value("arena_bytes", "state", "used", "reclaimable", "free"),
             stacked=True,
-            series=("used", "reclaimable", "free"),
         )
     )
     board.with_row(dashboard.Row("Ledger"))
@@ -296,9 +297,12 @@ def _tiers() -> Any:
             "Bytes of codes, of what decodes them, of copies that no running request sees, and "
             "of tables.",
             "bytes",
-            Query(_total("ledger_bytes", "kind"), "{{kind}}"),
+            *_by_value(
+                "ledger_bytes",
+                "kind",
+                *("tables", "codes", "parameters", "alignment", "shadow", "reuse"),
+            ),
             stacked=True,
-            series=("codes", "parameters", "alignment", "shadow", "reuse", "tables"),
         )
     ).with_panel(
         _graph(

@@ -15,7 +15,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.dates import AutoDateLocator, DateFormatter, date2num
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -123,15 +122,11 @@ def _colors(panel: Panel, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _times(series: Series) -> Any:
-    return date2num([datetime.fromtimestamp(t) for t in series.times])
-
-
 def _draw_number(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float, float]) -> None:
     _, series = named[0]
     values = [v for v in series.values if not math.isnan(v)]
-    axes.fill_between(_times(series), series.values, color=_PALETTE[0], alpha=0.18, lw=0)
-    axes.plot(_times(series), series.values, color=_PALETTE[0], lw=1.2)
+    axes.fill_between(series.times, series.values, color=_PALETTE[0], alpha=0.18, lw=0)
+    axes.plot(series.times, series.values, color=_PALETTE[0], lw=1.2)
     axes.set_axis_off()
     low, high = min(values), max(values)
     axes.set_ylim(min(0.0, low), (high or 1) * 2.2)
@@ -152,6 +147,17 @@ def _draw_bars(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float,
     axes.tick_params(colors=_TEXT)
 
 
+def _ticks(top: float, unit: str) -> list[float]:
+    """Round values up to ``top``, of bytes in their own unit."""
+    scale = 1024.0 ** int(math.log(top, 1024)) if unit == "bytes" and top >= 1024 else 1.0
+    ticks = MaxNLocator(5).tick_values(0, top / scale) * scale
+    return [float(tick) for tick in ticks if tick <= top]
+
+
+def _clock(seconds: float, _: int) -> str:
+    return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
+
+
 def _draw_lines(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float, float]) -> None:
     names = [name for name, _ in named]
     colors = _colors(panel, names)
@@ -162,7 +168,7 @@ def _draw_lines(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float
             known = dict(zip(series.times, series.values, strict=True))
             stacks.append([0.0 if math.isnan(v := known.get(t, 0.0)) else v for t in grid])
         axes.stackplot(
-            date2num([datetime.fromtimestamp(t) for t in grid]),
+            grid,
             stacks,
             colors=colors,
             alpha=0.75,
@@ -171,17 +177,17 @@ def _draw_lines(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float
         )
     else:
         for (name, series), color in zip(named, colors, strict=True):
-            axes.plot(_times(series), series.values, color=color, lw=1.3, label=name)
-            axes.fill_between(_times(series), series.values, color=color, alpha=0.06, lw=0)
+            axes.plot(series.times, series.values, color=color, lw=1.3, label=name)
+            axes.fill_between(series.times, series.values, color=color, alpha=0.06, lw=0)
     axes.set_ylim(bottom=0)
     if axes.get_ylim()[1] < 1e-6:
         axes.set_ylim(0, 1)
-    axes.set_xlim(*date2num([datetime.fromtimestamp(t) for t in span]))
+    axes.set_xlim(*span)
     axes.grid(color="#2C3235", lw=0.6)
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.set_yticks(_ticks(axes.get_ylim()[1], panel.unit))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _FORMATS[panel.unit](v)))
-    axes.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=6))
-    axes.xaxis.set_major_formatter(DateFormatter("%H:%M:%S"))
+    axes.xaxis.set_major_locator(MaxNLocator(panel.width // 2, steps=[1, 1.5, 3, 6, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(_clock))
     axes.legend(
         loc="upper left", bbox_to_anchor=(-0.02, -0.09), ncols=6, frameon=False, fontsize=7,
         labelcolor=_TEXT, handlelength=1.2, columnspacing=1.2, borderaxespad=0,

@@ -166,7 +166,8 @@ def test_churn_and_lir_are_those_of_the_diagnostics(
     churn = torch.cat([selection_churn(s)[0] for s in seen.values()])
     back = torch.cat([returns(s)[0] for s in seen.values()])
     back = back[~back.isnan()]
-    assert back.sum() > 0
+    assert churn.sum() > 0
+    assert back.sum() > 0 or full_layers
     for name, values in (("selection_churn_ratio", churn), ("lir_ratio", back)):
         assert found[f"sglang_qevict_{name}_count",] == len(values) > 0
         assert found[f"sglang_qevict_{name}_sum",] == pytest.approx(float(values.sum()))
