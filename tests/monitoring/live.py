@@ -27,8 +27,8 @@ TENANT_LABEL = "team"
 
 FLAGS = (
     *("--kv-tiering", "qevict"),
-    # Events are rare, and short requests are routed: so their churn is large, if they get there.
-    *("--kv-tiering-route-every", "32"),
+    # Short requests are routed, seldom: so their churn is large.
+    *("--kv-tiering-route-every", "16"),
     *("--kv-tiering-min-context", "256"),
     *("--chunked-prefill-size", "1024"),
     *("--tokenizer-metrics-allowed-custom-labels", TENANT_LABEL),
@@ -109,31 +109,22 @@ def ask_all(server: Server, requests: Sequence[tuple[Sequence[int], int, dict[st
             pass
 
 
-def calm(server: Server, tokens: int = 96) -> None:
-    """Two long contexts of two tenants, one named by each way, and one of nobody."""
-    long = prompts([2400, 1800, 900])
+def calm(server: Server) -> None:
+    """Long contexts of two tenants, one named by each way, and of nobody."""
     tenants: list[dict[str, Any]] = [
         {"routing_key": "red"},
         {"custom_labels": {TENANT_LABEL: "blue"}},
         {},
     ]
-    ask_all(server, [(p, tokens, t) for p, t in zip(long, tenants, strict=True)])
+    long = prompts([1100, 900, 800])
+    ask_all(server, [(prompt, 40, tenant) for prompt, tenant in zip(long, tenants, strict=True)])
 
 
-def oscillate(server: Server, rounds: int = 1, start: int = 20_000) -> None:
-    """Short contexts that swing between two texts every few tokens, so that what one part
-    attends to the next does not."""
-    text = text_tokens()
-    for number in range(rounds):
-        here = start + 700 * number
-        swinging = [
-            token
-            for piece in range(18)
-            for token in text[
-                (here, here + 50_000)[piece % 2] + 16 * piece : (here, here + 50_000)[piece % 2]
-                + 16 * piece
-                + 16
-            ]
-        ]
-        requests = [(swinging[i:], 200, {"routing_key": f"swing-{i % 3}"}) for i in range(6)]
-        ask_all(server, requests)
+def swing(server: Server, number: int) -> None:
+    """Contexts that have just begun to be routed and go to and fro between two texts: what a
+    request keeps of its history is little, and seldom what it kept before."""
+    text, start = text_tokens(), 20_000 + 400 * number
+    places = [(start, start + 50_000)[piece % 2] + 16 * piece for piece in range(17)]
+    swinging = [token for place in places for token in text[place : place + 16]]
+    requests = [(swinging[i:], 48, {"routing_key": f"swing-{i}"}) for i in range(4)]
+    ask_all(server, requests)

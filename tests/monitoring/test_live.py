@@ -20,8 +20,8 @@ from monitoring.live import (
     FLAGS,
     RULES,
     calm,
-    oscillate,
     prometheus,
+    swing,
 )
 from qevict_monitoring.prometheus import Prometheus, Series, expand, read_panels
 from qevict_monitoring.render import render
@@ -38,7 +38,7 @@ pytestmark = [
     ),
 ]
 
-_START_SECONDS, _ALERT_SECONDS = 900, 600
+_START_SECONDS, _REQUEST_SECONDS, _ALERT_SECONDS = 900, 1200, 900
 """For a machine that is busy with other things."""
 
 
@@ -60,7 +60,7 @@ def _firing(store: Prometheus) -> set[str]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
-    server = Server(*FLAGS, log_path=folder / "server.log")
+    server = Server(*FLAGS, log_path=folder / "server.log", request_seconds=_REQUEST_SECONDS)
     target = f"127.0.0.1:{server.port}"
     with (
         contextlib.ExitStack() as stack,
@@ -76,11 +76,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         deadline = time.monotonic() + _ALERT_SECONDS
         rounds, found = 0, set[str]()
         while "QEvictChurnStorm" not in found and time.monotonic() < deadline:
-            oscillate(server, start=20_000 + 700 * rounds)
+            swing(server, rounds)
             rounds += 1
             found |= _firing(plain)
         fired["swinging"] = found
-        calm(server, tokens=16)
         time.sleep(3)  # until the last of it is scraped
         server.assert_clean()
         yield Live({"as is": plain, "escaped": escaped}, start, time.time(), fired)
