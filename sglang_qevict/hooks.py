@@ -199,7 +199,8 @@ def retract_decode(result: Any, batch: Any) -> Any:
 def init_metrics_collector(result: None, scheduler: Any) -> None:
     """Tiering exports what SGLang exports labels for, before it builds its state."""
     if config_of(scheduler.server_args) is not None and scheduler.metrics_collector is not None:
-        runtime.metric_labels = dict(scheduler.metrics_collector.labels)
+        labels = scheduler.metrics_collector.labels
+        runtime.metric_labels = {name: str(value) for name, value in labels.items()}
 
 
 def create_tokenized_object(result: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 __all__ = ["DEFAULT", "MAX_TENANTS", "OVERFLOW", "Tenants", "tenant_of"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "default"
 """The tenant of requests that say nothing."""
@@ -16,21 +19,28 @@ MAX_TENANTS = 100
 
 
 class Tenants:
-    """Tenants by number, in the order in which they came; ``OVERFLOW`` has the last number."""
+    """Tenants by number, in the order in which they came; ``OVERFLOW`` is the last, and logged."""
 
     def __init__(self) -> None:
         self._numbers = {DEFAULT: 0}
+        self._overflows = False
 
     @property
     def names(self) -> list[str]:
-        """All names by number, as far as there are."""
-        known = list(self._numbers)
-        return known if len(known) < MAX_TENANTS else [*known, OVERFLOW]
+        """All names by number, ``OVERFLOW`` among them once there is one too many."""
+        return [*self._numbers, OVERFLOW] if self._overflows else list(self._numbers)
 
     def number(self, name: str) -> int:
         """The number of a tenant, at most ``MAX_TENANTS``."""
         if len(self._numbers) < MAX_TENANTS and name != OVERFLOW:
             return self._numbers.setdefault(name, len(self._numbers))
+        if name not in self._numbers and not self._overflows:
+            self._overflows = True
+            logger.warning(
+                "KV tiering: there are more than %d tenants; metrics call the others %s",
+                MAX_TENANTS,
+                OVERFLOW,
+            )
         return self._numbers.get(name, MAX_TENANTS)
 
 

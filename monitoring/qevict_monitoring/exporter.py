@@ -17,7 +17,7 @@ __all__ = ["Exporter"]
 class Exporter:
     """Sets and counts the metrics of one process.
 
-    ``labels``: of every series. ``registry``: where they are registered; the client's own if
+    ``labels``: of every series, at least one. ``registry``: where they are registered; the client's own if
     None. ``prometheus_client`` is imported here and not before: it decides by
     ``PROMETHEUS_MULTIPROC_DIR``, when it is imported, whether processes share their values.
 
@@ -32,7 +32,7 @@ class Exporter:
             Kind.COUNTER: prometheus_client.Counter,
             Kind.HISTOGRAM: prometheus_client.Histogram,
         }
-        self._labels = {name: str(value) for name, value in labels.items()}
+        self._labels = dict(labels)
         self._totals: dict[Any, float] = {}
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, ...], Any] = {}

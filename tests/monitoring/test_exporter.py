@@ -16,7 +16,7 @@ from qevict_monitoring import table
 from qevict_monitoring.exporter import Exporter
 from qevict_monitoring.table import METRICS
 
-LABELS = {"model_name": "m", "tp_rank": 0}
+LABELS = {"model_name": "m", "tp_rank": "0"}
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -38,7 +38,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def exporter(registry: CollectorRegistry) -> Exporter:
-    return Exporter({name: str(value) for name, value in LABELS.items()}, registry)
+    return Exporter(LABELS, registry)
 
 
 def scrape(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:

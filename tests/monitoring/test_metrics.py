@@ -43,8 +43,7 @@ def make_engine(
     )
 
     def watch(plan: Any, rows: int) -> MetricsObserver:
-        labels = {name: str(value) for name, value in LABELS.items()}
-        return MetricsObserver(plan, rows, CPU, Exporter(labels, registry), "none")
+        return MetricsObserver(plan, rows, CPU, Exporter(LABELS, registry), "none")
 
     engine = MiniEngine(
         lambda g, r: make_kernels(g, r, CPU),
@@ -254,9 +253,15 @@ def test_requests_are_counted_by_tenant_routing_and_shortage(registry: Collector
 # --- tenants ---
 
 
-def test_tenants_beyond_the_first_hundred_are_one() -> None:
+def test_tenants_beyond_the_first_hundred_are_one(caplog: pytest.LogCaptureFixture) -> None:
     tenants = Tenants()
+    for i in range(1, MAX_TENANTS):
+        tenants.number(f"t{i - 1}")
+    assert OVERFLOW not in tenants.names
     numbers = [tenants.number(f"t{i}") for i in range(150)]
+    assert caplog.messages == [
+        "KV tiering: there are more than 100 tenants; metrics call the others overflow"
+    ]
     assert numbers[: MAX_TENANTS - 1] == list(range(1, MAX_TENANTS))
     assert set(numbers[MAX_TENANTS - 1 :]) == {MAX_TENANTS}
     assert tenants.number("t3") == 4
