@@ -17,8 +17,8 @@ __all__ = ["Exporter"]
 class Exporter:
     """Sets and counts the metrics of one process.
 
-    ``labels``: of every series, at least one. ``registry``: where they are registered; the client's own if
-    None. ``prometheus_client`` is imported here and not before: it decides by
+    ``labels``: of every series, at least one. ``registry``: where they are registered; the client's
+    own if None. ``prometheus_client`` is imported here and not before: it decides by
     ``PROMETHEUS_MULTIPROC_DIR``, when it is imported, whether processes share their values.
 
     Counters begin at zero and gauges too, in all series whose labels' values are known.
