@@ -30,6 +30,9 @@ __all__ = ["Occupancy", "StorePlaces", "TierManager"]
 
 logger = logging.getLogger(__name__)
 
+_COUNTED_AT_ONCE = 1 << 20
+"""Windows of views that a report looks at together, some 20 bytes each."""
+
 
 class StorePlaces(NamedTuple):
     """Where the new tokens of a launch go, in all layers.
@@ -539,13 +542,20 @@ class TierManager:
     def count_copies(self) -> torch.Tensor:
         """``Copies``, int64 ``[5]`` on the device."""
         full, coded = self.arena.full, self.arena.coded
-        _, owners, tier = self._views(self.open_rows)
         has_full, has_codes = full.table >= 0, coded.table >= 0
         shadows = has_full & has_codes
         seen = shadows.clone()
-        # Owner 0, a page that is never used, stands for windows that are not seen.
-        is_seen = (tier == Tier.FULL) | (tier == Tier.CODED)
-        seen[torch.where(is_seen, owners, 0)] = True
+        index = to_device(list(self.open_rows), self.device)
+        width = max(self.open_rows.values(), default=0)
+        pages = self.views.page_table[index, :width].to(torch.int64)
+        # A few layers at a time: views of all would take much memory for a moment.
+        step = max(1, _COUNTED_AT_ONCE // max(1, pages.numel()))
+        for first in range(0, self.num_layers, step):
+            layers = slice(first, min(first + step, self.num_layers))
+            tier = self.views.tier[layers, index, :width]
+            is_seen = (tier == Tier.FULL) | (tier == Tier.CODED)
+            # Owner 0, a page that is never used, stands for windows that are not seen.
+            seen[torch.where(is_seen, self._owners(layers, pages), 0)] = True
         return torch.stack(
             [
                 full.count,
