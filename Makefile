@@ -2,6 +2,7 @@
 # make serve-gpu a server on an NVIDIA GPU                            (MODEL=…  a model, ARGS=…  more flags)
 # make demo      a chat about a long text, with tiers and then without, in five to ten minutes
 # make test      the quick tests                                     (make test-full  all of them)
+# make test-monitoring  Prometheus against a real server: every expression of dashboards, rules and alerts
 # make check     lint, format, types, import rules, tests
 
 PYTHON ?= python3
@@ -12,9 +13,9 @@ OLD_TRITON := $(VENV)/triton-3.6
 
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-SOURCES := sglang_qevict tiers kernels tests benchmarks
+SOURCES := sglang_qevict tiers kernels monitoring tests benchmarks
 
-.PHONY: install serve serve-gpu demo test test-full check lint format clean distclean
+.PHONY: install serve serve-gpu demo test test-full test-monitoring check lint format clean distclean
 
 install: $(INSTALLED)
 
@@ -48,6 +49,11 @@ test: install $(OLD_TRITON)
 test-full: install $(OLD_TRITON)
 	$(BIN)/pytest -m "not server" $(PARALLEL)
 	$(BIN)/pytest -m server
+
+test-monitoring: install
+	@command -v prometheus promtool > /dev/null || { \
+		apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends prometheus; }
+	$(BIN)/pytest tests/monitoring
 
 # The kernels are tested with the oldest Triton that they are written for as well.
 $(OLD_TRITON): | $(INSTALLED)

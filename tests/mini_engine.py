@@ -26,16 +26,18 @@ from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
+from qevict_tiers.observer import Observer
 from qevict_tiers.policy import Tier
 from qevict_tiers.spill.keys import KeySpace, LayerSpan, SpillKey
 from qevict_tiers.spill.records import Reading, ReadStatus, Record, as_bytes
 from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.attention import QEvictAttentionBackend
-from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.capacity import CapacityPlan, plan_capacity
 from sglang_qevict.spill import SpilledRequest, SpillTier
 from sglang_qevict.state import TieringState
 
 AllocateSlots = Callable[[torch.Tensor], torch.Tensor]
+Watch = Callable[[CapacityPlan, int], Observer]
 MakeKernels = Callable[[WindowGeometry, RotaryTable], AttentionKernels]
 
 SMALL: dict[str, Any] = {
@@ -202,7 +204,7 @@ class MiniEngine:
     So a request is the same whatever is served beside it; of a document's tokens, every
     request draws the same. ``outputs[name]`` collects its
     attention outputs, ``worst_error`` the largest deviation from the dense oracle (if
-    ``check`` is set).
+    ``check`` is set). ``watch`` makes an observer of a plan and a number of rows.
     """
 
     def __init__(
@@ -218,6 +220,7 @@ class MiniEngine:
         rotary: RotaryTable | None = None,
         fixed_shapes: bool = False,
         store: MemoryStore | None = None,
+        watch: Watch | None = None,
     ) -> None:
         geometry = config.geometry(heads)
         self.geometry, self.config, self.check = geometry, config, check
@@ -235,6 +238,7 @@ class MiniEngine:
             self.plan.max_windows,
             torch.bfloat16,
             fixed_shapes,
+            watch and watch(self.plan, rows + 1),
         )
         spill = None
         if store is not None:
@@ -284,7 +288,7 @@ class MiniEngine:
         """
         window = self.geometry.window
         pages = _LivePages(self)
-        budget = TieredPrefillBudget(pages, pages, self.state.ledger)
+        budget = TieredPrefillBudget(pages, pages, self.state.ledger, observer=self.state.observer)
         chunks: dict[int, int] = {}
         for request in [r for r in self.running.values() if r.stored < r.prompt]:
             left = request.prompt - request.stored

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mini_engine import rotary_table
+from qevict_monitoring.exporter import Exporter
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
+from sglang_qevict import late, metrics
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState, _Drop
@@ -48,6 +51,17 @@ class Launches:
 
     def copy_slots(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.moved += sources.shape[0]
+
+
+class _Event:
+    """A CUDA event of a device that is never done."""
+
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
 
 
 @pytest.fixture
@@ -81,11 +95,21 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("promote", Promotion)
-def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_no_launch_waits_for_the_device(
+    promote: Promotion, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TieringConfig(budget=Fraction(3, 10), min_context=112, local=16, promote=promote)
     budget = WindowBudget(config, GEOMETRY, LAYERS)
     plan = plan_capacity(budget, 1600 * budget.token_bytes, 512, 64, 4, 4)
     kernels = Launches()
+    observer = None
+    if is_watched:
+        monkeypatch.setattr(torch.cuda, "Event", _Event)
+        monkeypatch.setattr(late, "_pinned_like", lambda like: torch.empty(like.shape))
+        monkeypatch.setattr(metrics, "_INTERVAL_SECONDS", 0.0)
+        exporter = Exporter({"model_name": "m"}, CollectorRegistry())
+        observer = metrics.MetricsObserver(plan, 5, CUDA, exporter)
     manager = TierManager(
         budget,
         kernels,  # type: ignore[arg-type]
@@ -94,8 +118,11 @@ def test_no_launch_waits_for_the_device(promote: Promotion) -> None:
         5,
         plan.max_windows,
         torch.bfloat16,
+        observer=observer,
     )
     state = TieringState(plan, manager, torch.zeros(5, 512, dtype=torch.int32, device=CUDA))
+    if observer is not None:
+        observer.watch(state)
     assert manager.arena.fixed_shapes
 
     prompt, row = 200, 1

@@ -11,6 +11,7 @@ import torch
 from mini_engine import SMALL, MiniEngine
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat
+from qevict_tiers import manager
 from qevict_tiers.arena import Arena
 from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.ledger import Counter
@@ -35,7 +36,11 @@ def make_engine(
     )
 
 
-def test_bytes_by_kind_sum_to_what_the_arena_holds() -> None:
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_bytes_by_kind_sum_to_what_the_arena_holds(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_COUNTED_AT_ONCE", at_once)
     engine = make_engine(Promotion.DEQUANTIZE)
     engine.start(1, 300)
     engine.extend({1: 300})
