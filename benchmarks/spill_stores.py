@@ -12,8 +12,8 @@ cpu_s_gib      processor seconds for each GiB written (steady state), and read
 amplification  bytes that the process gave to write calls, over the payloads
 pause_ms       delay of another Python thread that wakes every millisecond, while writing: the 99th
                percentile
-flips          of 30 copies with four bits flipped each: those that served a wrong record, those whose
-               process died, and the share of records that the others still served
+flips          of 30 copies with four bits flipped each: those that served a wrong record, those
+               whose process died, and the share of records that the others still served
 full           what is served after four times the disk's size was written to a disk of 64 MiB
 """
 

@@ -63,7 +63,7 @@ def test_tenants_never_meet(texts: list[str | None]) -> None:
     assert (the_key(salt=salt, extra=extra) == the_key(salt=other_salt, extra=other_extra)) == same
 
 
-@given(st.lists(st.integers(0, 2**31), min_size=12, max_size=12), st.integers(0, 3))
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=12, max_size=12), st.integers(0, 3))
 def test_a_chain_is_the_same_however_it_was_extended(tokens: list[int], cut: int) -> None:
     whole, parts = SPACE.chain("s", None), SPACE.chain("s", None)
     whole.extend(tokens)

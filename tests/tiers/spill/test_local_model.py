@@ -143,7 +143,7 @@ class LocalStore(RuleBasedStateMachine):
 
 
 TestLocalStore = LocalStore.TestCase
-TestLocalStore.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestLocalStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
 def test_a_machine_that_serves_another_record_is_noticed(directory: Path) -> None:

@@ -105,22 +105,22 @@ def test_a_second_process_is_refused_and_told_who_has_the_directory(directory: P
 def test_a_disk_that_stalls_delays_no_call_and_drops_what_it_cannot_take(directory: Path) -> None:
     medium = open_medium(directory, file_type=FailingFile)
     store = SpillStore(medium, queue_bytes=1 << 20)
-    store.put(records(range(10), 32 << 10)).result(SOON)
+    store.put(records(range(20), 32 << 10)).result(SOON)
     file = medium._file
     assert isinstance(file, FailingFile)
     file.before_write = file.before_read = partial(time.sleep, 5)
     began = time.monotonic()
-    for number in range(10, 200):
+    for number in range(20, 220):
         store.put([record(number, 32 << 10)])
         store.contains([key(number)])
-    read = store.get(keys(range(10)))
+    read = store.get(keys(range(20)))
     assert time.monotonic() - began < 4
     assert store.counters.dropped_queue_full > 100
     with pytest.raises(TimeoutError):
         read.result(0.1)
     late = store.get(keys(range(4)), deadline_seconds=0.5)
     file.before_write = file.before_read = lambda: None
-    assert all(map(is_right, read.result(SOON), range(10)))
+    assert all(map(is_right, read.result(SOON), range(20)))
     assert [reading.status for reading in late.result(SOON)] == [ReadStatus.LATE] * 4
     store.flush().result(SOON)
     assert store.put([record(500)]).result(SOON) == 1
