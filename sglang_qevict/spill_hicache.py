@@ -193,14 +193,14 @@ class HiCacheMedium(Medium):
         ).packed()
         count = -(-(len(header) + payload.nbytes) // self._page_bytes)
         data = torch.zeros(count, self._page_bytes, dtype=torch.uint8)
-        flat = memoryview(data.view(-1).numpy())
+        flat = data.view(-1).numpy().data
         flat[: len(header)] = header
         flat[len(header) : len(header) + payload.nbytes] = payload
         return [(self._name(record.key, page), data[page]) for page in range(count)]
 
     def _rest(self, key: SpillKey, first: torch.Tensor) -> list[str]:
         """Names of a record's further pages, by its header; none where that is damaged."""
-        data = memoryview(first.numpy())
+        data = first.numpy().data
         try:
             size = frame_bytes(Frame.RECORD, data) + RecordHeader.unpacked(data).payload_bytes
         except FormatError:
@@ -213,7 +213,7 @@ class HiCacheMedium(Medium):
         found = [page for page in pages if page is not None]
         if len(found) < len(pages):
             return MISS
-        data = memoryview(found[0].numpy() if len(found) == 1 else torch.cat(found).numpy())
+        data = (found[0] if len(found) == 1 else torch.cat(found)).numpy().data
         try:
             start = frame_bytes(Frame.RECORD, data)
             header = RecordHeader.unpacked(data)
