@@ -48,6 +48,7 @@ SIZES = {"32K": 32 << 10, "256K": 256 << 10, "1M": 1 << 20}
 BATCH_BYTES = 8 << 20
 FLIPS = 20
 TMPFS_BYTES = 64 << 20
+PATIENCE_SECONDS = 300
 
 COLUMNS = (
     Column("store", "store", "s"),
@@ -270,6 +271,10 @@ def apart(part: str, store: str, directory: Path, bound: int, size: int) -> Row 
     process = context.Process(target=run)
     process.start()
     theirs.close()
+    if not ours.poll(PATIENCE_SECONDS):
+        process.kill()
+        process.join()
+        return "hangs"
     try:
         answer: Row | str = ours.recv()
     except EOFError:
