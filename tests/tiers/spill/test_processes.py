@@ -38,7 +38,7 @@ def size_of(number: int) -> int:
     return SIZES[number % len(SIZES)]
 
 
-def write_for_ever(directory: Path, first: int) -> None:
+def write_for_ever(directory: Path, first: int, begun: threading.Event) -> None:
     """Put, read and delete without end."""
     store = SpillStore(open_medium(directory))
     for start in range(first, first + 10**9, 5):
@@ -46,30 +46,35 @@ def write_for_ever(directory: Path, first: int) -> None:
         store.put([record(number, size_of(number)) for number in numbers]).result()
         store.get(keys(range(start - 40, start - 35))).result()
         store.delete([key(start + 1)]).result()
+        begun.set()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_kills_and_no_torn_record_is_served(directory: Path) -> None:
     generator = random.Random(4)
-    first, recovered, rejected = 0, 0, 0
+    first, recovered = 0, 0
+    doubtful: set[int] = set()
     for _ in range(20):
-        process = fork.Process(target=write_for_ever, args=(directory, first))
+        begun = fork.Event()
+        process = fork.Process(target=write_for_ever, args=(directory, first, begun))
         process.start()
-        time.sleep(generator.uniform(0.05, 1.5))
+        assert begun.wait(SOON)
+        time.sleep(generator.uniform(0, 1))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         medium = open_medium(directory)
         recovered += medium.counters.recovered
-        rejected += medium.counters.rejected_records + medium.counters.rejected_segments
         found = [n for n in range(first + 5000) if medium.contains([key(n)])[0]]
         for number in found:
             (reading,) = medium.read([key(number)], [None])
             assert is_right(reading, number)
             assert reading.payload is not None
             assert reading.payload.nbytes == size_of(number)
-            # What was deleted, and known to be, is not there again; the last one may be.
-            assert number % 5 != 1 or number > max(found) - 10
+        # What was deleted, and known to be, is not there again; the last one may be.
+        doubtful |= {number for number in found if number > max(found) - 10}
+        assert [n for n in found if n % 5 == 1 and n not in doubtful] == []
         status = medium._file.status()
         assert max(status.st_size, status.st_blocks * 512) <= SIZE_BYTES
         assert medium.check_integrity() == []
@@ -81,7 +86,7 @@ def test_twenty_kills_and_no_torn_record_is_served(directory: Path) -> None:
         first += 100
         medium._directory_lock.close()
         medium._file.close()
-    assert recovered > 500
+    assert recovered > 100
 
 
 def hold(directory: Path, ready: threading.Event, end: threading.Event) -> None:
