@@ -30,7 +30,7 @@ import numpy as np
 
 from qevict_tiers.spill.keys import KeySpace, Kind, SpillKey
 from qevict_tiers.spill.local import LocalMedium
-from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
+from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record, as_bytes
 from qevict_tiers.spill.store import SpillStore
 from report import (
     Column,
@@ -86,7 +86,7 @@ class Plain:
         """All records behind each other, in batches as the store makes them."""
         step = max((8 << 20) // self.size, 1)
         for start in range(0, len(records), step):
-            batch = [memoryview(record.payload) for record in records[start : start + step]]
+            batch = [as_bytes(record.payload) for record in records[start : start + step]]
             count = os.pwritev(self.fd, batch, start * self.size)
             assert count == len(batch) * self.size
         os.fdatasync(self.fd)
@@ -126,7 +126,7 @@ def put_all(store: SpillStore, records: list[Record], waits: list[float]) -> Non
     waiting = 0
     for start in range(0, len(records), RUN):
         batch = records[start : start + RUN]
-        size = sum(memoryview(record.payload).nbytes for record in batch)
+        size = sum(as_bytes(record.payload).nbytes for record in batch)
         while waiting + size > store.queue_bytes:
             done = futures.pop(0)
             done.result()

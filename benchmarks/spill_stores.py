@@ -31,7 +31,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,9 +76,12 @@ def make(store: str, directory: Path, bound: int) -> Medium:
         return LocalMedium(directory, space, bound, persist=True, segment_bytes=segment)
     from spill_rivals import FilesMedium, LmdbMedium, RocksMedium
 
-    return {"lmdb": LmdbMedium, "rocksdb": RocksMedium, "files": FilesMedium}[store](
-        directory, bound
-    )
+    rivals: dict[str, Callable[[Path, int], Medium]] = {
+        "lmdb": LmdbMedium,
+        "rocksdb": RocksMedium,
+        "files": FilesMedium,
+    }
+    return rivals[store](directory, bound)
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, 64 << 20, dtype=np.uint8)
