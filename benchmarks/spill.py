@@ -6,8 +6,8 @@ for the disk on a write. A turn ends with ``fdatasync`` of both files, whose tim
 
 write_share   write-behind through the store: MiB/s from the first ``put`` to the last future and
               the sync, over plain's
-recall_share  runs of eight neighbouring windows in random order, up to four runs at once, over the
-              same reads by four plain threads
+recall_share  runs of 32 neighbouring windows (256 tokens) in random order, eight runs asked for at
+              a time, over the same reads by four plain threads; all in the page cache
 cold_share    the same after the pages of both files were given up, so that the disk is read
 put_us        time that a ``put`` of one batch takes its caller, 99th percentile
 pause_ms      delay of a thread that wakes every millisecond (a decode step), 99th percentile,
@@ -47,7 +47,7 @@ from sglang_qevict.foreign_load import ForeignLoad
 from spill_stores import Pauses, forget_pages
 
 SIZES = {"32K": 32 << 10, "256K": 256 << 10, "1M": 1 << 20}
-RUN = 8
+RUN = 32
 READERS = 4
 
 COLUMNS = (
