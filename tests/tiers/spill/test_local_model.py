@@ -127,6 +127,8 @@ class LocalStore(RuleBasedStateMachine):
         # An eviction may have been under way, a deletion takes nothing else.
         if delete:
             assert self.there <= found
+        for number in found:
+            assert is_right(self.medium.read([key(number)], [None])[0], number)
         self.there &= found
         self.maybe &= found
 

@@ -504,18 +504,16 @@ class LocalMedium(Medium):
             self._failure(error)
 
     def _erase(self, entry: _Entry) -> None:
-        """Write down that a record is gone."""
+        """Write down that a record is gone, in the index first: it must not name what isn't."""
         segment = entry.segment
         if segment.live == 0 and segment is not self._active:
             if segment.region in self._segments:
                 self._retire(segment)
             return
-        erased = self._zero(entry.start, PREFIX_BYTES)
         if segment.indexed:
             end = segment.start + self._segment_bytes
             segment.indexed = not self._zero(end - INDEX_LENGTH_BYTES, INDEX_LENGTH_BYTES)
-            erased = erased and not segment.indexed
-        if not erased:
+        if segment.indexed or not self._zero(entry.start, PREFIX_BYTES):
             self.counters.add(reclaim_errors=1)
 
     def _zero(self, offset: int, size: int) -> bool:
