@@ -185,7 +185,7 @@ class LmdbMedium(_Rival):
                     size = self._pages(record).to_bytes(8)
                     transaction.put(record.key, _framed(record), db=self._values)
                     transaction.put(record.key, size, db=self._table)
-        except (lmdb.MapFullError, lmdb.DiskError, OSError):
+        except (lmdb.Error, OSError):
             return [WriteStatus.DISK_FULL] * len(records)
         for record in records:
             self._enter(record.key, self._pages(record))

@@ -12,8 +12,8 @@ cpu_s_gib      processor seconds for each GiB written (steady state), and read
 amplification  bytes that the process gave to write calls, over the payloads
 pause_ms       delay of another Python thread that wakes every millisecond, while writing: the 99th
                percentile
-flips          of 30 copies with four bits flipped each: those that served a wrong record, those whose
-               process died, and the share of records that the others still served
+flips          of 20 copies with four bits flipped each: those that served a wrong record, those
+               whose process died, and the share of records that the others still served
 full           what is served after four times the disk's size was written to a disk of 64 MiB
 """
 
@@ -31,7 +31,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +46,9 @@ from report import Column, Row, begin, parser, print_table, write_json
 STORES = ("segments", "lmdb", "rocksdb", "files")
 SIZES = {"32K": 32 << 10, "256K": 256 << 10, "1M": 1 << 20}
 BATCH_BYTES = 8 << 20
-FLIPS = 30
+FLIPS = 20
 TMPFS_BYTES = 64 << 20
+PATIENCE_SECONDS = 300
 
 COLUMNS = (
     Column("store", "store", "s"),
@@ -71,13 +72,16 @@ def make(store: str, directory: Path, bound: int) -> Medium:
     """A store on a directory, with what an earlier one left there."""
     if store == "segments":
         space = KeySpace("benchmark", "uint8", 8)
-        segment = min(8 << 20, bound // 8)
+        segment = min(8 << 20, bound // 16)
         return LocalMedium(directory, space, bound, persist=True, segment_bytes=segment)
     from spill_rivals import FilesMedium, LmdbMedium, RocksMedium
 
-    return {"lmdb": LmdbMedium, "rocksdb": RocksMedium, "files": FilesMedium}[store](
-        directory, bound
-    )
+    rivals: dict[str, Callable[[Path, int], Medium]] = {
+        "lmdb": LmdbMedium,
+        "rocksdb": RocksMedium,
+        "files": FilesMedium,
+    }
+    return rivals[store](directory, bound)
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, 64 << 20, dtype=np.uint8)
@@ -207,7 +211,7 @@ def speed(store: str, directory: Path, bound: int, size: int) -> Row:
 def die(store: str, directory: Path, bound: int, size: int) -> Row:
     """Write, then be killed."""
     medium = make(store, directory, bound)
-    write(medium, range(bound * 8 // 10 // size), size)
+    write(medium, range(bound * 6 // 10 // size), size)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -227,7 +231,7 @@ def recover(store: str, directory: Path, bound: int, size: int) -> Row:
     medium = make(store, directory, bound)
     medium.read([record(0, size).key], [None])
     took = time.perf_counter() - began
-    count = bound * 8 // 10 // size
+    count = bound * 6 // 10 // size
     _, found, wrong = read(medium, list(range(count)), size)
     assert not wrong
     return {"recover_ms": took * 1e3, "lost_share": 1 - found / count}
@@ -270,6 +274,10 @@ def apart(part: str, store: str, directory: Path, bound: int, size: int) -> Row 
     process = context.Process(target=run)
     process.start()
     theirs.close()
+    if not ours.poll(PATIENCE_SECONDS):
+        process.kill()
+        process.join()
+        return "hangs"
     try:
         answer: Row | str = ours.recv()
     except EOFError:

@@ -127,6 +127,8 @@ class LocalStore(RuleBasedStateMachine):
         # An eviction may have been under way, a deletion takes nothing else.
         if delete:
             assert self.there <= found
+        for number in found:
+            assert is_right(self.medium.read([key(number)], [None])[0], number)
         self.there &= found
         self.maybe &= found
 
@@ -143,7 +145,7 @@ class LocalStore(RuleBasedStateMachine):
 
 
 TestLocalStore = LocalStore.TestCase
-TestLocalStore.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestLocalStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
 def test_a_machine_that_serves_another_record_is_noticed(directory: Path) -> None:

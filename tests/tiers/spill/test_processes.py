@@ -38,7 +38,7 @@ def size_of(number: int) -> int:
     return SIZES[number % len(SIZES)]
 
 
-def write_for_ever(directory: Path, first: int) -> None:
+def write_for_ever(directory: Path, first: int, begun: threading.Event) -> None:
     """Put, read and delete without end."""
     store = SpillStore(open_medium(directory))
     for start in range(first, first + 10**9, 5):
@@ -46,41 +46,47 @@ def write_for_ever(directory: Path, first: int) -> None:
         store.put([record(number, size_of(number)) for number in numbers]).result()
         store.get(keys(range(start - 40, start - 35))).result()
         store.delete([key(start + 1)]).result()
+        begun.set()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_kills_and_no_torn_record_is_served(directory: Path) -> None:
     generator = random.Random(4)
-    first, recovered, rejected = 0, 0, 0
+    first, recovered = 0, 0
+    doubtful: set[int] = set()
     for _ in range(20):
-        process = fork.Process(target=write_for_ever, args=(directory, first))
+        begun = fork.Event()
+        process = fork.Process(target=write_for_ever, args=(directory, first, begun))
         process.start()
-        time.sleep(generator.uniform(0.05, 1.5))
+        assert begun.wait(SOON)
+        time.sleep(generator.uniform(0, 1))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         medium = open_medium(directory)
         recovered += medium.counters.recovered
-        rejected += medium.counters.rejected_records + medium.counters.rejected_segments
         found = [n for n in range(first + 5000) if medium.contains([key(n)])[0]]
         for number in found:
             (reading,) = medium.read([key(number)], [None])
             assert is_right(reading, number)
             assert reading.payload is not None
             assert reading.payload.nbytes == size_of(number)
-            # What was deleted, and known to be, is not there again; the last one may be.
-            assert number % 5 != 1 or number > max(found) - 10
+        # What was deleted, and known to be, is not there again; the last one may be.
+        doubtful |= {number for number in found if number > max(found) - 10}
+        assert [n for n in found if n % 5 == 1 and n not in doubtful] == []
         status = medium._file.status()
         assert max(status.st_size, status.st_blocks * 512) <= SIZE_BYTES
         assert medium.check_integrity() == []
         first = max(found, default=first) // 5 * 5 + 100
         # Its space serves again.
-        fresh = [record(number, size_of(number)) for number in range(first, first + 20)]
+        numbers = [number for number in range(first, first + 25) if number % 5 != 1]
+        fresh = [record(number, size_of(number)) for number in numbers]
         assert {status.value for status in medium.write(fresh)} == {"written"}
         first += 100
         medium._directory_lock.close()
         medium._file.close()
-    assert recovered > 500
+    assert recovered > 100
 
 
 def hold(directory: Path, ready: threading.Event, end: threading.Event) -> None:
@@ -105,22 +111,22 @@ def test_a_second_process_is_refused_and_told_who_has_the_directory(directory: P
 def test_a_disk_that_stalls_delays_no_call_and_drops_what_it_cannot_take(directory: Path) -> None:
     medium = open_medium(directory, file_type=FailingFile)
     store = SpillStore(medium, queue_bytes=1 << 20)
-    store.put(records(range(10), 32 << 10)).result(SOON)
+    store.put(records(range(20), 32 << 10)).result(SOON)
     file = medium._file
     assert isinstance(file, FailingFile)
     file.before_write = file.before_read = partial(time.sleep, 5)
     began = time.monotonic()
-    for number in range(10, 200):
+    for number in range(20, 220):
         store.put([record(number, 32 << 10)])
         store.contains([key(number)])
-    read = store.get(keys(range(10)))
+    read = store.get(keys(range(20)))
     assert time.monotonic() - began < 4
     assert store.counters.dropped_queue_full > 100
     with pytest.raises(TimeoutError):
         read.result(0.1)
     late = store.get(keys(range(4)), deadline_seconds=0.5)
     file.before_write = file.before_read = lambda: None
-    assert all(map(is_right, read.result(SOON), range(10)))
+    assert all(map(is_right, read.result(SOON), range(20)))
     assert [reading.status for reading in late.result(SOON)] == [ReadStatus.LATE] * 4
     store.flush().result(SOON)
     assert store.put([record(500)]).result(SOON) == 1
@@ -130,15 +136,22 @@ def test_a_disk_that_stalls_delays_no_call_and_drops_what_it_cannot_take(directo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_thousand_rounds_leave_nothing_behind(directory: Path) -> None:
-    store = SpillStore(open_medium(directory, persist=False), queue_bytes=4 << 20)
+    store = SpillStore(open_medium(directory, persist=False))
     process = psutil.Process()
 
     def rounds(numbers: range) -> tuple[int, int, int]:
-        for number in numbers:
-            size = size_of(number)
-            assert store.put([record(number, size)]).result(SOON) == 1
-            assert is_right(store.get([key(number)]).result(SOON)[0], number)
-            store.delete([key(number)]).result(SOON)
+        for start in range(numbers.start, numbers.stop, 50):
+            some = range(start, start + 50)
+            puts = [store.put([record(number, size_of(number))]) for number in some]
+            # Half of them are read from the queue, or from the disk, whichever it is by then.
+            early = [store.get([key(number)]) for number in some[::2]]
+            assert sum(put.result(SOON) for put in puts) == 50
+            late = [store.get([key(number)]) for number in some[1::2]]
+            for number, reading in zip([*some[::2], *some[1::2]], early + late, strict=True):
+                assert is_right(reading.result(SOON)[0], number)
+            deletes = [store.delete([key(number)]) for number in some]
+            assert not any(store.contains([key(n) for n in some]).result(SOON))
+            deletes[-1].result(SOON)
         gc.collect()
         return process.num_fds(), process.num_threads(), process.memory_info().rss
 
@@ -157,4 +170,4 @@ def test_ten_thousand_rounds_leave_nothing_behind(directory: Path) -> None:
     assert medium.check_integrity() == []
     store.close()
     assert list(directory.iterdir()) == []
-    assert process.num_threads() == before[1] - 5
+    assert [x.name for x in threading.enumerate() if x.name.startswith("spill-")] == []

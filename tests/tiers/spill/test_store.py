@@ -266,12 +266,12 @@ def test_a_read_can_be_polled_and_waited_for(store: SpillStore, medium: DictMedi
     assert store.usage().reading == 0
 
 
-def test_what_is_not_begun_by_its_deadline_is_late(store: SpillStore, medium: DictMedium) -> None:
+def test_what_is_not_begun_by_its_deadline_is_late(medium: DictMedium) -> None:
+    store = SpillStore(medium, readers=1)
     done(store.put(records(range(8), SIZE)))
     medium.reading.close()
     first = store.get(keys(range(4)))
-    for _ in range(2):
-        assert medium.reading.arrived.acquire(timeout=SOON)
+    assert medium.reading.arrived.acquire(timeout=SOON)
     second = store.get(keys(range(4, 8)), deadline_seconds=0.01)
     time.sleep(0.05)
     medium.reading.open()
@@ -279,6 +279,7 @@ def test_what_is_not_begun_by_its_deadline_is_late(store: SpillStore, medium: Di
     assert [reading.status for reading in done(second)] == [ReadStatus.LATE] * 4
     assert store.counters.late == 4
     assert adds_up(store.counters)
+    store.close()
 
 
 def test_reads_beyond_the_bound_are_busy(store: SpillStore, medium: DictMedium) -> None:
@@ -301,18 +302,16 @@ def test_a_buffer_is_given_back_only_when_nobody_reads_it(
     held(store, medium)
     put = store.put([record(0, SIZE)])
     medium.reading.close()
-    # Both in one part, behind a read that is held in the medium.
+    # One reader has both: it is held in the medium before it copies the second.
     reading = store.get([key(50), key(0)])
-    for _ in range(1):
-        assert medium.reading.arrived.acquire(timeout=SOON)
+    assert medium.reading.arrived.acquire(timeout=SOON)
     medium.writing.open()
     done(store.flush())
-    written = put.done()
+    assert key(0) in medium.records
+    assert not put.done()
     medium.reading.open()
     assert is_right(done(reading)[1], 0)
     assert done(put) == 1
-    # With two readers the keys are apart, and the copy may have been made before.
-    assert not written or store.counters.hits_in_queue == 1
 
 
 def test_a_failing_medium_is_counted_and_logged_once(

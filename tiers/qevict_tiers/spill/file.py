@@ -13,6 +13,8 @@ from pathlib import Path
 __all__ = ["DirectoryInUse", "DirectoryLock", "SpillFile"]
 
 _OWNER_ONLY = 0o600
+_VIEWS = os.sysconf("SC_IOV_MAX")
+"""At most what one call of the system takes."""
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -88,7 +90,7 @@ class SpillFile:
         """Fill the views from ``offset`` on; with zeros beyond the end of the file."""
         views = [view for view in views if view.nbytes]
         while views:
-            count = os.preadv(self._fd, views, offset)
+            count = os.preadv(self._fd, views[:_VIEWS], offset)
             if count == 0:
                 for view in views:
                     view[:] = bytes(view.nbytes)
@@ -100,7 +102,7 @@ class SpillFile:
         """Write the views from ``offset`` on. Raises ``OSError``, with part of it written."""
         rest = [memoryview(view) for view in views if len(view)]
         while rest:
-            count = os.pwritev(self._fd, rest, offset)
+            count = os.pwritev(self._fd, rest[:_VIEWS], offset)
             offset += count
             rest = _rest(rest, count)
 

@@ -69,12 +69,7 @@ class FormatError(ValueError):
 
 def checksum(*parts: bytes | memoryview) -> int:
     """XXH3, 64 bit, of the parts one after the other."""
-    if len(parts) == 1:
-        return xxhash.xxh3_64_intdigest(parts[0])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
+    return xxhash.xxh3_64_intdigest(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 def aligned(size: int, alignment: int = BLOCK_BYTES) -> int:
@@ -184,7 +179,13 @@ class RecordHeader(NamedTuple):
     def unpacked(cls, data: bytes | memoryview) -> RecordHeader:
         """Raises ``FormatError``."""
         body = _unpack(Frame.RECORD, data)[0]
-        return cls(**body | {"contents": Contents.unpacked(body["contents"])})
+        return cls(
+            body["generation"],
+            SpillKey(body["key"]),
+            body["payload_bytes"],
+            body["payload_checksum"],
+            Contents.unpacked(body["contents"]),
+        )
 
 
 class IndexEntry(NamedTuple):

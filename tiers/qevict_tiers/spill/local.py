@@ -61,7 +61,6 @@ MOVED_SHARE = 4
 READ_BYTES = 8 << 20
 """Neighbouring records are read together up to so many bytes."""
 SCAN_BYTES = 1 << 20
-_RUN_RECORDS = 256
 _SUFFIX, _NAMES = ".spill", 8
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -236,7 +235,10 @@ class LocalMedium(Medium):
             for segment in self._segments.values():
                 self._seal(segment)
         else:
-            self._file.unlink()
+            try:
+                self._file.unlink()
+            except OSError as error:
+                self._warn("erase", "%s can't be removed: %s", self._file.path, error)
         self._directory_lock.close()
         self._file.close()
 
@@ -474,6 +476,8 @@ class LocalMedium(Medium):
 
     def _write_moved(self, items: Sequence[_Item]) -> None:
         items = items[: self._fitting(items, BLOCK_BYTES + self._movable_bytes)]
+        if not items:
+            return
         for item, status in zip(items, self._write_run(items), strict=True):
             if status is WriteStatus.WRITTEN:
                 self.counters.add(moved=1, moved_bytes=item.payload.nbytes)
@@ -500,18 +504,16 @@ class LocalMedium(Medium):
             self._failure(error)
 
     def _erase(self, entry: _Entry) -> None:
-        """Write down that a record is gone."""
+        """Write down that a record is gone, in the index first: it must not name what isn't."""
         segment = entry.segment
         if segment.live == 0 and segment is not self._active:
             if segment.region in self._segments:
                 self._retire(segment)
             return
-        erased = self._zero(entry.start, PREFIX_BYTES)
         if segment.indexed:
             end = segment.start + self._segment_bytes
             segment.indexed = not self._zero(end - INDEX_LENGTH_BYTES, INDEX_LENGTH_BYTES)
-            erased = erased and not segment.indexed
-        if not erased:
+        if segment.indexed or not self._zero(entry.start, PREFIX_BYTES):
             self.counters.add(reclaim_errors=1)
 
     def _zero(self, offset: int, size: int) -> bool:
@@ -729,7 +731,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
     for one in sorted(wanted, key=lambda one: one.entry.start):
         size += one.entry.size
         follows = run and run[-1].entry.start + run[-1].entry.size == one.entry.start
-        if run and not (follows and size <= READ_BYTES and len(run) < _RUN_RECORDS):
+        if run and not (follows and size <= READ_BYTES):
             yield run
             run, size = [], one.entry.size
         run.append(one)

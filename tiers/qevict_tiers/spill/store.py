@@ -39,6 +39,9 @@ BATCH_BYTES = 8 << 20
 
 BATCH_RECORDS = 256
 
+PART_KEYS = 4
+"""At least so many keys of a ``get`` are read by one reader, if there are as many."""
+
 _WRITE_COUNTERS = {
     WriteStatus.WRITTEN: "written",
     WriteStatus.DISK_FULL: "dropped_disk_full",
@@ -221,7 +224,7 @@ class SpillStore:
                 wanted.append(_Wanted(place, key, buffer, queued))
                 self._reading += 1
         # A part for each reader, of neighbouring keys: those lie together.
-        size = -(-len(wanted) // len(self._readers)) or 1
+        size = max(-(-len(wanted) // len(self._readers)), PART_KEYS)
         parts = [wanted[start : start + size] for start in range(0, len(wanted), size)]
         reads.parts = len(parts)
         self.counters.add(asked=len(keys))
