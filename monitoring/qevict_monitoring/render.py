@@ -151,8 +151,8 @@ def _draw_bars(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float,
 def _ticks(top: float, unit: str) -> list[float]:
     """Round values up to ``top``, of bytes in their own unit."""
     scale = 1024.0 ** int(math.log(top, 1024)) if unit == "bytes" and top >= 1024 else 1.0
-    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, top / scale) * scale
-    return [float(tick) for tick in ticks if tick <= top]
+    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, top / scale)
+    return [scale * tick for tick in ticks if scale * tick <= top]
 
 
 def _clock(seconds: float, _: int) -> str:
