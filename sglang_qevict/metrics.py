@@ -36,8 +36,8 @@ from sglang_qevict.tenants import MAX_TENANTS, Tenants
 __all__ = ["MetricsObserver", "make_observer"]
 
 _INTERVAL_SECONDS = 1.0
-_SAMPLE_EVERY = 16
-"""Decode launches, and prefill launches, of which one has its attention measured."""
+_DECODES_A_SAMPLE, _PREFILLS_A_SAMPLE = 16, 4
+"""Launches of which one has its attention measured."""
 
 _COUNTERS: dict[Counter, tuple[table.Metric, *tuple[str, ...]]] = {
     Counter.ROUTED: (table.ROUTED_WINDOWS,),
@@ -200,7 +200,8 @@ class MetricsObserver(Observer):
 
     def attending(self, kernels: Attends, *, is_decode: bool) -> Attends:
         number, self._launches[is_decode] = self._launches[is_decode], self._launches[is_decode] + 1
-        return kernels if number % _SAMPLE_EVERY else _Measured(kernels, self._sample)
+        every = _DECODES_A_SAMPLE if is_decode else _PREFILLS_A_SAMPLE
+        return kernels if number % every else _Measured(kernels, self._sample)
 
     def launched(self) -> None:
         now = monotonic()

@@ -34,7 +34,8 @@ def _scaled(value: float, base: float, units: Sequence[str]) -> str:
     index = 0
     while abs(value) >= base and index < len(units) - 1:
         value, index = value / base, index + 1
-    return f"{value:.3g} {units[index]}".rstrip()
+    digits = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{digits} {units[index]}".rstrip()
 
 
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -150,8 +151,8 @@ def _draw_bars(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float,
 def _ticks(top: float, unit: str) -> list[float]:
     """Round values up to ``top``, of bytes in their own unit."""
     scale = 1024.0 ** int(math.log(top, 1024)) if unit == "bytes" and top >= 1024 else 1.0
-    ticks = [scale * float(tick) for tick in MaxNLocator(5).tick_values(0, top / scale)]
-    return [tick for tick in ticks if tick <= top]
+    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, top / scale)
+    return [scale * tick for tick in ticks if scale * tick <= top]
 
 
 def _clock(seconds: float, _: int) -> str:
@@ -178,12 +179,13 @@ def _draw_lines(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float
     else:
         for (name, series), color in zip(named, colors, strict=True):
             axes.plot(series.times, series.values, color=color, lw=1.3, label=name)
-            axes.fill_between(series.times, series.values, color=color, alpha=0.06, lw=0)
+            axes.fill_between(series.times, series.values, color=color, alpha=0.04, lw=0)
     axes.set_ylim(bottom=0)
     if axes.get_ylim()[1] < 1e-6:
         axes.set_ylim(0, 1)
     axes.set_xlim(*span)
     axes.grid(color="#2C3235", lw=0.6)
+    axes.set_axisbelow(True)
     axes.set_yticks(_ticks(axes.get_ylim()[1], panel.unit))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _FORMATS[panel.unit](v)))
     axes.xaxis.set_major_locator(MaxNLocator(panel.width // 2, steps=[1, 1.5, 3, 6, 10]))

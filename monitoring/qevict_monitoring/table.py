@@ -234,13 +234,13 @@ LIR = _histogram(
 ROUTING_SECONDS = _counter(
     "routing_seconds",
     "seconds",
-    "Time of routing events. On a GPU the host's: their launches, not what the device does.",
+    "Time of routing events (on a GPU between two points of its stream).",
 )
 SAMPLED_LAUNCHES = _counter(
     "sampled_launches",
     "launches",
-    "Launches whose attention was measured: about one in sixteen, and none that a CUDA graph "
-    "replays.",
+    "Launches whose attention was measured: of those that decode one in sixteen, of those that "
+    "prefill one in four, and none that a CUDA graph replays.",
     _PHASE,
 )
 SAMPLED_ATTENTION_SECONDS = _counter(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from qevict_monitoring.prometheus import Prometheus
@@ -97,9 +98,15 @@ def _answers(server: Prometheus) -> bool:
 
 
 def ask(server: Server, prompt: Sequence[int], tokens: int, **fields: Any) -> None:
-    """One request, with more fields (``routing_key``, ``custom_labels``)."""
+    """One request, with more fields (``routing_key``, ``custom_labels``).
+
+    It streams: SGLang measures the time between tokens of answers that arrive in parts.
+    """
     params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    server.post("/generate", {"input_ids": list(prompt), "sampling_params": params, **fields})
+    body = {"input_ids": list(prompt), "sampling_params": params, "stream": True, **fields}
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=1200) as answer:
+        answer.raise_for_status()
+        assert answer.read().rstrip().endswith(b"[DONE]")
 
 
 def ask_all(server: Server, requests: Sequence[tuple[Sequence[int], int, dict[str, Any]]]) -> None:

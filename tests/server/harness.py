@@ -50,7 +50,6 @@ class Server(local_server.Server):
         env: Mapping[str, str] | None = None,
         command: Sequence[str] = SERVE,
         model: Path | None = None,
-        request_seconds: float = 300,
     ) -> None:
         super().__init__(
             *BASE_FLAGS,
@@ -59,7 +58,6 @@ class Server(local_server.Server):
             env={**_BASE_ENV, **(env or {})},
             command=command,
             model=model,
-            request_seconds=request_seconds,
         )
 
     def assert_clean(self) -> None:
