@@ -49,7 +49,7 @@ def look(state: TieringState, names: Mapping[int, str]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     rows = [row for row in state.rows_in_view() if row in names]
-    shown = [{"id": names[row], **_map(state, row)} for row in rows[:MAX_REQUESTS]]
+    shown = [{"id": names[row], "row": row, **_map(state, row)} for row in rows[:MAX_REQUESTS]]
     return {
         "taken": time.time(),
         "report": state.report(),
