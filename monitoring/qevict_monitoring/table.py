@@ -1,0 +1,323 @@
+"""Every metric of tiering: the table from which the exporter, the docs page and the tests are made.
+
+Names begin with ``PREFIX``. Each series also has the labels that SGLang gives to those of its
+scheduler (``SGLANG_LABELS``), so that the two can be joined. A *window* is one of one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["METRICS", "PREFIX", "SGLANG_LABELS", "Kind", "Label", "Metric"]
+
+PREFIX = "sglang_qevict_"
+
+SGLANG_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank")
+"""Of SGLang's scheduler metrics; ``dp_rank`` only with data parallelism."""
+
+
+class Kind(Enum):
+    """Prometheus' types."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label of a metric. values: all that it may have, or () where they are not known before."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    name: as Prometheus has it. unit: of its values. buckets: upper bounds, of a histogram.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    labels: tuple[Label, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names of its series in the exposition."""
+        if self.kind is not Kind.HISTOGRAM:
+            return (self.name,)
+        return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
+
+
+METRICS: dict[str, Metric] = {}
+"""All metrics by name, in the order of the docs."""
+
+_RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+
+_SEEN = Label("tier", ("full", "coded", "evicted"))
+_HELD = Label("tier", ("full", "coded"))
+_PHASE = Label("phase", ("decode", "prefill"))
+TENANT = Label("tenant")
+
+
+def _metric(
+    kind: Kind,
+    name: str,
+    unit: str,
+    help: str,
+    *labels: Label,
+    buckets: tuple[float, ...] = (),
+) -> Metric:
+    suffix = "_total" if kind is Kind.COUNTER else ""
+    metric = Metric(f"{PREFIX}{name}{suffix}", kind, unit, labels, help, buckets)
+    METRICS[metric.name] = metric
+    return metric
+
+
+def _gauge(name: str, unit: str, help: str, *labels: Label) -> Metric:
+    return _metric(Kind.GAUGE, name, unit, help, *labels)
+
+
+def _counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
+    return _metric(Kind.COUNTER, name, unit, help, *labels)
+
+
+def _histogram(name: str, unit: str, help: str, buckets: tuple[float, ...]) -> Metric:
+    return _metric(Kind.HISTOGRAM, name, unit, help, buckets=buckets)
+
+
+BUILD_INFO = _gauge(
+    "build_info",
+    "1",
+    "Version of sglang-qevict and of SGLang, and the options that matter most; always 1.",
+    Label("version"),
+    Label("sglang_version"),
+    Label("preset"),
+    Label("budget"),
+    Label("promote", ("alias", "dequantize")),
+)
+
+# -- what requests see, and where it lies ---------------------------------------------------
+
+LOGICAL_WINDOWS = _gauge(
+    "logical_windows",
+    "windows",
+    "Windows that running requests see by tier, over all layers. A window that several requests "
+    "share is counted for each.",
+    _SEEN,
+)
+LOGICAL_BYTES = _gauge(
+    "logical_bytes",
+    "bytes",
+    "Bytes of the windows that running requests see, each counted for every request that sees it.",
+    _HELD,
+)
+PHYSICAL_WINDOWS = _gauge(
+    "physical_windows",
+    "windows",
+    "Copies in the arena, each counted once, those that are kept for reuse and shadow codes among "
+    "them.",
+    _HELD,
+)
+PHYSICAL_BYTES = _gauge("physical_bytes", "bytes", "Bytes of the copies in the arena.", _HELD)
+CONTEXT_BYTES = _gauge(
+    "context_bytes",
+    "bytes",
+    "What the contexts of running requests would take if every window were FULL.",
+)
+COMPRESSION_RATIO = _gauge(
+    "compression_ratio",
+    "ratio",
+    "Context bytes over logical bytes: how many times less running requests take than at full "
+    "precision. NaN while none runs.",
+)
+
+# -- memory ---------------------------------------------------------------------------------
+
+KV_BYTES = _gauge(
+    "kv_bytes",
+    "bytes",
+    "All that SGLang gave to the KV cache: the arena, tables, and buffers for the longer token "
+    "range.",
+)
+ARENA_BYTES = _gauge(
+    "arena_bytes",
+    "bytes",
+    "The arena, where windows lie: used by running requests, reclaimable (kept for reuse by "
+    "requests to come, evicted when room is needed), free.",
+    Label("state", ("used", "reclaimable", "free")),
+)
+CLAIMED_BYTES = _gauge(
+    "claimed_bytes",
+    "bytes",
+    "Arena bytes that are spoken for: what running requests may come to need through their next "
+    "routing, and what is kept for reuse.",
+    Label("holder", ("requests", "reuse")),
+)
+LEDGER_BYTES = _gauge(
+    "ledger_bytes",
+    "bytes",
+    "The ledger by kind: codes, parameters (scales and zeros), alignment of records, shadow (codes "
+    "kept beside a FULL copy), reuse (copies that no running request sees), tables (where windows "
+    "lie and what requests see of them).",
+    Label("kind", ("codes", "parameters", "alignment", "shadow", "reuse", "tables")),
+)
+LEDGER_RATIO = _gauge(
+    "ledger_ratio",
+    "ratio",
+    "Share of all KV bytes that the ledger takes, but for what is kept for reuse.",
+)
+CAPACITY_TOKENS = _gauge(
+    "capacity_tokens", "tokens", "Tokens of context that may be scheduled in all."
+)
+STOCK_CAPACITY_TOKENS = _gauge(
+    "stock_capacity_tokens", "tokens", "Tokens that the same bytes would hold without tiers."
+)
+REQUESTS = _gauge("requests", "requests", "Requests that hold a claim.")
+REUSE_PAGES = _gauge(
+    "reuse_pages", "pages", "Pages of finished requests that are kept for requests to come."
+)
+
+# -- what routing does ----------------------------------------------------------------------
+
+ROUTINGS = _counter(
+    "routings", "events", "Routing events, one for each request and all layers together."
+)
+ROUTED_WINDOWS = _counter("routed_windows", "windows", "Windows that were ranked.")
+RANK_PROMOTIONS = _counter(
+    "rank_promotions",
+    "windows",
+    "Windows that rose among those for which FULL has room, whether they got a FULL copy or not.",
+)
+PHYSICAL_PROMOTIONS = _counter(
+    "physical_promotions",
+    "windows",
+    "FULL copies that were rebuilt from codes (never with --kv-tiering-promote alias).",
+)
+DEMOTIONS = _counter("demotions", "windows", "FULL windows that became coded.")
+EVICTIONS = _counter("evictions", "windows", "Windows that were evicted, by tier left.", _HELD)
+QUANTIZATIONS = _counter("quantizations", "windows", "Windows whose codes were made.")
+REUSE_QUANTIZATIONS = _counter(
+    "reuse_quantizations",
+    "windows",
+    "Those of them that were coded for requests to come only: no running request saw the codes.",
+)
+CODE_REUSES = _counter("code_reuses", "windows", "Demotions that found codes from before.")
+NON_FINITE_WINDOWS = _counter(
+    "non_finite_windows",
+    "windows",
+    "Windows that were evicted because they hold NaN, infinity or a range that no code has.",
+)
+CHURN = _histogram(
+    "selection_churn_ratio",
+    "ratio",
+    "Selection churn: Jaccard distance of what a request keeps (FULL or coded) after two "
+    "consecutive routing events, one observation a layer.",
+    _RATIOS,
+)
+LIR = _histogram(
+    "lir_ratio",
+    "ratio",
+    "LIR: share of the windows that rank FULL at a routing event which have come back to it, one "
+    "observation a layer.",
+    _RATIOS,
+)
+
+# -- time -----------------------------------------------------------------------------------
+
+ROUTING_SECONDS = _counter(
+    "routing_seconds",
+    "seconds",
+    "Time of routing events. On a GPU the host's: their launches, not what the device does.",
+)
+SAMPLED_LAUNCHES = _counter(
+    "sampled_launches",
+    "launches",
+    "Launches whose attention was measured: about one in sixteen, and none that a CUDA graph "
+    "replays.",
+    _PHASE,
+)
+SAMPLED_ATTENTION_SECONDS = _counter(
+    "sampled_attention_seconds",
+    "seconds",
+    "Time that attention took in the sampled launches, all layers together.",
+    _PHASE,
+)
+SAMPLED_READ_BYTES = _counter(
+    "sampled_read_bytes",
+    "bytes",
+    "KV bytes that attention read in the sampled decode launches, by tier.",
+    _HELD,
+)
+
+# -- requests -------------------------------------------------------------------------------
+
+PREFILLS = _counter(
+    "prefills",
+    "requests",
+    "Prompts by how they are routed: whole (once, after their last token), segments (while they "
+    "are prefilled), never (too short).",
+    Label("routing", ("whole", "segments", "never")),
+)
+PREFIX_CUTS = _counter(
+    "prefix_cuts",
+    "requests",
+    "Requests that could not use all of the prefix that was found: short_prompt (a prompt of at "
+    "most --kv-tiering-min-context uses FULL pages only), room (it could not have grown beside so "
+    "long a locked prefix).",
+    Label("reason", ("short_prompt", "room")),
+)
+PREFIX_CUT_TOKENS = _counter(
+    "prefix_cut_tokens",
+    "tokens",
+    "Tokens of a found prefix that were computed again, by the same reasons.",
+    Label("reason", ("short_prompt", "room")),
+)
+REUSE_PAGES_DROPPED = _counter(
+    "reuse_pages_dropped", "pages", "Pages kept for reuse that were given up, to make room."
+)
+ADMISSION_WAITS = _counter(
+    "admission_waits",
+    "passes",
+    "Scheduling passes that left a request waiting: pages (no logical tokens left), bytes (its "
+    "prefill does not fit now), growth (all would not fit once they have grown), chunk (it needs "
+    "a whole chunk, or another prompt is in progress).",
+    Label("reason", ("pages", "bytes", "growth", "chunk")),
+)
+RETRACTIONS = _counter(
+    "retractions",
+    "requests",
+    "Running requests that were sent back to the queue: pages, or bytes, had run out.",
+    Label("reason", ("pages", "bytes")),
+)
+
+# -- tenants --------------------------------------------------------------------------------
+
+TENANT_REQUESTS = _gauge(
+    "tenant_requests", "requests", "Requests of a tenant that hold a claim.", TENANT
+)
+TENANT_BYTES = _gauge(
+    "tenant_bytes",
+    "bytes",
+    "Logical bytes of a tenant's running requests by tier.",
+    TENANT,
+    _HELD,
+)
+TENANT_CHURN = _counter(
+    "tenant_churn",
+    "ratio",
+    "Sum of a tenant's selection churn; divided by its observations: the mean.",
+    TENANT,
+)
+TENANT_CHURN_OBSERVATIONS = _counter(
+    "tenant_churn_observations",
+    "observations",
+    "How often a tenant's selection churn was observed: once an event and layer.",
+    TENANT,
+)
