@@ -12,7 +12,7 @@ OLD_TRITON := $(VENV)/triton-3.6
 
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-SOURCES := sglang_qevict tiers kernels tests benchmarks
+SOURCES := sglang_qevict tiers kernels monitoring tests benchmarks
 
 .PHONY: install serve serve-gpu demo test test-full check lint format clean distclean
 

@@ -120,9 +120,7 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any]) -> None:
         manager = tokenizer_manager()
         manager.auto_create_handle_loop()
         answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=LOOK))
-        return sorted(
-            (answer.internal_state for answer in answers), key=lambda rank: rank["rank"]
-        )
+        return sorted((answer.internal_state for answer in answers), key=lambda rank: rank["rank"])
 
     router, looks = APIRouter(), Looks(ask)
 
