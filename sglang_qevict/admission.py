@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
+from qevict_tiers.observer import Observer, Wait
 
 __all__ = ["TieredPrefillBudget", "consider_prefix", "continue_prompt", "project_running"]
 
@@ -52,6 +53,7 @@ class TieredPrefillBudget(PrefillBudget):
         tree_cache: Any,
         ledger: ClaimLedger,
         *,
+        observer: Observer | None = None,
         num_mixed_decode_tokens: int = 0,
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
@@ -59,6 +61,7 @@ class TieredPrefillBudget(PrefillBudget):
         self.continued: Continued | None = None
         self.prefix: Sequence[int] = ()
         self._ledger = ledger
+        self._observer = observer or Observer()
         self._locked: set[int] = set()
         self._candidate = _Candidate()
         self._admitted = _Candidate()
@@ -80,6 +83,7 @@ class TieredPrefillBudget(PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether a request may start its prefill, and how long its first chunk may be."""
         if total_tokens >= self._free_page_tokens:
+            self._observer.waited(Wait.PAGES)
             return False, None
         claims = self._ledger.claims
         start = input_tokens - extend_input_len
@@ -88,6 +92,7 @@ class TieredPrefillBudget(PrefillBudget):
         if truncated and (self._has_truncated or claims.needs_one_chunk(input_tokens)):
             # SGLang can carry one unfinished prompt from pass to pass, not two; and some
             # prompts wait for a pass that has a whole chunk left.
+            self._observer.waited(Wait.CHUNK)
             return True, 0
         self._truncates = truncated
         sharing = Sharing(start // self.page_size)
@@ -96,7 +101,8 @@ class TieredPrefillBudget(PrefillBudget):
         final_tokens = input_tokens + max_new_tokens
         grown = claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing)
         self._candidate = _Candidate(prefill, max(prefill, grown) if truncated else grown)
-        if not self._has_room(self._candidate):
+        if wait := self._lack(self._candidate):
+            self._observer.waited(wait)
             return False, None
         return True, limit
 
@@ -169,13 +175,16 @@ class TieredPrefillBudget(PrefillBudget):
         self.total_offset += self.ceil_paged_tokens(tokens)
         self.current_offset += self.ceil_paged_tokens(tokens)
 
-    def _has_room(self, candidate: _Candidate) -> bool:
+    def _lack(self, candidate: _Candidate) -> Wait | None:
+        """What there is no room for, or None."""
         ledger, admitted = self._ledger, self._admitted
         now = ledger.least_bytes + admitted.prefill + candidate.prefill
         later = self._projected_bytes() + admitted.grown + candidate.grown
         # Asked anew each time: a pass may preempt a row that shared these pages.
         locked = ledger.kept.bytes_to_lock(self._locked.union(self.prefix))
-        return max(now, later) + locked <= ledger.capacity_bytes
+        if now + locked > ledger.capacity_bytes:
+            return Wait.BYTES
+        return Wait.GROWTH if later + locked > ledger.capacity_bytes else None
 
     def _projected_bytes(self) -> int:
         """What all rows claim as they grow; the same for each candidate, unless a row goes."""

@@ -17,9 +17,12 @@ from qevict_kernels.warm_up import compile_kernels
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
 from qevict_tiers.manager import StorePlaces, TierManager
+from qevict_tiers.observer import Attends
 from sglang_qevict.arguments import refusing
 from sglang_qevict.capacity import describe
 from sglang_qevict.hooks import require_hooks
+from sglang_qevict.logs import extend_decode_line
+from sglang_qevict.metrics import make_observer
 from sglang_qevict.rotary import attention_layers, find_rotary
 from sglang_qevict.runtime import runtime
 from sglang_qevict.state import Chunk, TieringState
@@ -98,6 +101,7 @@ def build_state(runner: Any) -> TieringState:
     # is for padding.
     kernels.reserve(req_to_token.shape[0] - 1, plan.max_windows)
     compile_kernels(kernels, pool.dtype, plan.budget.config.promote is Promotion.DEQUANTIZE)
+    observer = make_observer(plan, req_to_token.shape[0], device)
     manager = TierManager(
         plan.budget,
         kernels,
@@ -106,10 +110,14 @@ def build_state(runner: Any) -> TieringState:
         num_rows=req_to_token.shape[0],
         max_windows=plan.max_windows,
         dtype=pool.dtype,
+        observer=observer,
     )
     manager.warm_up()
     logger.info("KV tiering kernels are ready after %.1f s", time.perf_counter() - started)
-    return TieringState(plan, manager, req_to_token)
+    state = TieringState(plan, manager, req_to_token)
+    if observer is not None:
+        observer.watch(state)
+    return state
 
 
 class QEvictAttentionBackend(AttentionBackend):
@@ -127,12 +135,14 @@ class QEvictAttentionBackend(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = pool, requests
         runtime.state = build_state(runner)
         requests.attach_aux_cache(runtime.state)
+        extend_decode_line(runtime.state)
         self.serve(runtime.state, pool.start_layer)
         logger.info(describe(runtime.state.plan))
 
     def serve(self, state: TieringState, first_layer: int) -> None:
         """Attend over a state's windows; ``first_layer``: SGLang's number of its first layer."""
         self._state, self._manager, self._first_layer = state, state.manager, first_layer
+        self._kernels: Attends = state.manager.kernels
         self._chunks: list[Chunk] = []
         self._places: StorePlaces
         self._score_starts: torch.Tensor | None = None
@@ -147,10 +157,13 @@ class QEvictAttentionBackend(AttentionBackend):
         Eager launches call it as well (the base class's ``init_forward_metadata``). What is
         captured into a graph is for no request. A graph's view of its batch is padded.
         """
+        self._kernels = self._manager.kernels
         if in_capture:
             return
+        is_decode = forward_batch.forward_mode.is_decode()
+        self._kernels = self._state.observer.attending(self._kernels, is_decode=is_decode)
         self._chunks = []
-        if forward_batch.forward_mode.is_decode():
+        if is_decode:
             padding = getattr(forward_batch, "num_padding", None) or 0
             self._state.start_decode(*self._state.take_decoding(forward_batch.batch_size - padding))
         elif forward_batch.forward_mode.is_extend():
@@ -195,7 +208,7 @@ class QEvictAttentionBackend(AttentionBackend):
         self._manager.store_at(index, self._places, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
-        self._manager.kernels.decode(
+        self._kernels.decode(
             query,
             self._manager.full_arena,
             self._manager.coded_arena,
@@ -225,7 +238,7 @@ class QEvictAttentionBackend(AttentionBackend):
         self._manager.store(index, forward_batch.out_cache_loc, k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(query.shape, dtype=q.dtype, device=q.device)
-        self._manager.kernels.extend(
+        self._kernels.extend(
             query,
             self._manager.full_arena,
             self._manager.coded_arena,

@@ -15,6 +15,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import Prompt, RowClaims
 from qevict_tiers.manager import TierManager
 from qevict_tiers.views import Views
+from qevict_tiers.wavering import Wavering
 
 __all__ = ["CapacityPlan", "plan_capacity"]
 
@@ -66,8 +67,11 @@ def plan_capacity(
     max_running_requests: int | None,
     default_running_requests: int,
     device: torch.device = _CPU,
+    is_watched: bool = False,
 ) -> CapacityPlan:
     """Divide ``total_bytes`` into windows, tables, and what the kernels of a device keep.
+
+    ``is_watched``: whether metrics keep something about each window, too (``Wavering``).
 
     Raises ``ValueError`` with what is needed if not even one request of ``min_context``
     tokens fits.
@@ -76,6 +80,8 @@ def plan_capacity(
     wanted = max_running_requests or default_running_requests
     row_bytes = Views.row_bytes(budget.num_layers, max_windows)
     row_bytes += scratch_bytes(budget.geometry, device, 1, max_windows)
+    if is_watched:
+        row_bytes += Wavering.row_bytes(budget.num_layers, max_windows)
 
     def divide(total: int) -> _Division:
         return _divide(budget, total, context_tokens, row_bytes, wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from sglang_qevict.flags import add_flags
 from sglang_qevict.live.look import LOOK, look_at_scheduler
 from sglang_qevict.refusals import refused_kv_dtype, refused_prompt, refused_request
 from sglang_qevict.runtime import config_of, runtime
+from sglang_qevict.tenants import DEFAULT as DEFAULT_TENANT
+from sglang_qevict.tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ def config_from_budget(
             max_running_requests=wanted,
             default_running_requests=default,
             device=torch.device(configurator.device),
+            is_watched=runtime.metric_labels is not None,
         )
     if wanted and runtime.plan.num_rows < wanted:
         logger.warning(
@@ -148,12 +152,19 @@ def prepare_for_extend(result: None, batch: Any) -> None:
     if state is None:
         return
     for request in batch.reqs:
-        row = request.kv.req_pool_idx
+        row, prompt_tokens = request.kv.req_pool_idx, len(request.full_untruncated_fill_ids)
+        shared: Sequence[int] = ()
+        if row not in state.ledger:
+            shared = batch.tree_cache.matched_pages(request)
+            routing = state.claims.prompt_routing(prompt_tokens)
+            state.observer.admitted(row, routing, request.routing_key or DEFAULT_TENANT)
+            if cut := batch.tree_cache.prefix_cut(request):
+                state.observer.prefix_cut(*cut)
         state.extend_prepared(
             row,
-            len(request.full_untruncated_fill_ids),
+            prompt_tokens,
             request.extend_end,
-            shared=() if row in state.ledger else batch.tree_cache.matched_pages(request),
+            shared=shared,
             publishes=not request.skip_radix_cache_insert,
         )
     state.make_room(batch.tree_cache.evict_until)
@@ -178,6 +189,39 @@ def init_req_max_new_tokens(original: Any, scheduler: Any, request: Any) -> None
     if state is not None and request.to_finish is not None:
         for sentence in refused_prompt(state.ledger, prompt_tokens):
             request.to_finish.message = sentence
+
+
+def retract_decode(result: Any, batch: Any) -> Any:
+    """Requests that go back to the queue are counted."""
+    if runtime.state is not None:
+        retracted, _, _ = result
+        runtime.state.observer.retracted(len(retracted))
+    return result
+
+
+def init_metrics_collector(result: None, scheduler: Any) -> None:
+    """Tiering exports what SGLang exports labels for, before it builds its state."""
+    if config_of(scheduler.server_args) is not None and scheduler.metrics_collector is not None:
+        runtime.metric_labels = dict(scheduler.metrics_collector.labels)
+
+
+def create_tokenized_object(result: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Schedulers learn of a custom label that names the tenant: by the routing key, if it is free.
+
+    The policy ``routing-key`` would schedule by it, so nothing is told then.
+    """
+    server_args = manager.server_args
+    if (
+        config_of(server_args) is not None
+        and server_args.enable_metrics
+        and server_args.schedule_policy != "routing-key"
+    ):
+        result.routing_key = tenant_of(
+            result.routing_key,
+            obj.custom_labels,
+            server_args.tokenizer_metrics_allowed_custom_labels,
+        )
+    return result
 
 
 def validate_beam_search(original: Any, coordinator: Any, req: Any, recv_req: Any) -> str | None:
@@ -283,6 +327,21 @@ HOOKS: tuple[_Hook, ...] = (
     (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         prepare_for_extend,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.retract_decode",
+        retract_decode,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.scheduler.Scheduler.init_metrics_collector",
+        init_metrics_collector,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        create_tokenized_object,
         HookType.AFTER,
     ),
     (

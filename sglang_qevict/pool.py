@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
+from qevict_tiers.observer import Shortage
 from sglang_qevict.admission import TieredPrefillBudget
 from sglang_qevict.runtime import runtime
 
@@ -67,10 +68,12 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
         self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
     ) -> TieredPrefillBudget:
         """Admission control of one prefill pass."""
+        state = runtime.require_state()
         return TieredPrefillBudget(
             self,
             tree_cache,
-            runtime.require_state().ledger,
+            state.ledger,
+            observer=state.observer,
             num_mixed_decode_tokens=num_mixed_decode_tokens,
         )
 
@@ -95,15 +98,20 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
 
         What is kept for reuse makes room first.
         """
+        state = runtime.require_state()
         if not super().check_decode_capacity(
             num_tokens=num_tokens,
             tree_cache=tree_cache,
             requests=requests,
             spec_algorithm=spec_algorithm,
         ):
+            state.observer.fell_short(Shortage.PAGES)
             return False
         rows = (request.kv.req_pool_idx for request in requests or ())
-        return runtime.require_state().can_decode(rows, tree_cache.evict_until)
+        if not state.can_decode(rows, tree_cache.evict_until):
+            state.observer.fell_short(Shortage.BYTES)
+            return False
+        return True
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check: what is wrong with claims, copies and views."""

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from qevict_tiers.observer import PrefixCut
 from sglang_qevict.arguments import refusing
 from sglang_qevict.runtime import runtime
 
@@ -19,6 +20,9 @@ __all__ = ["TieredRadixCache", "create_cache"]
 
 _MATCHED = "_kv_tiering_matched"
 """An attribute of SGLang's requests: pages that the last match found, known on the host."""
+
+_CUT = "_kv_tiering_cut"
+"""Another: why, and by how many tokens, the last match is shorter than what the tree has."""
 
 _LEAF_WINDOWS, _MAX_LEAVES = 64, 32
 """Windows that one leaf may have, which is what is evicted at once; but a request is not split into
@@ -64,6 +68,7 @@ class TieredRadixCache(UnifiedRadixCache):
         if state is None or req is None:
             return result
         setattr(req, _MATCHED, ())
+        setattr(req, _CUT, None)
         if not result.device_prefix_len:
             return result
         matched = result.device_prefix_len // self.page_size
@@ -74,6 +79,7 @@ class TieredRadixCache(UnifiedRadixCache):
         setattr(req, _MATCHED, pages[:usable])
         if usable == matched:
             return result
+        setattr(req, _CUT, (self._cut(pages, usable, prompt), (matched - usable) * self.page_size))
         key = params.key
         limited = RadixKey(
             key.token_ids,
@@ -92,6 +98,18 @@ class TieredRadixCache(UnifiedRadixCache):
         pages: Sequence[int] = getattr(req, _MATCHED, ())
         assert count <= len(pages), "a request reuses more than its last match found"
         return pages[:count]
+
+    def prefix_cut(self, req: Any) -> tuple[PrefixCut, int] | None:
+        """Why, and by how many tokens, a request reuses less than the tree has; None if it
+        doesn't."""
+        return getattr(req, _CUT, None)
+
+    @staticmethod
+    def _cut(pages: Sequence[int], usable: int, prompt_tokens: int) -> PrefixCut:
+        ledger = runtime.require_state().ledger
+        is_short = prompt_tokens <= ledger.claims.budget.config.min_context
+        short = is_short and usable == ledger.kept.num_full(pages)
+        return PrefixCut.SHORT_PROMPT if short else PrefixCut.ROOM
 
     def _pages_to(self, node: Any, count: int) -> list[int]:
         """The first so many pages on the way to a node (waits for the device)."""

@@ -20,10 +20,12 @@ NAME = "qevict"
 class Runtime:
     """What this process tiers: nothing, or one model's KV cache.
 
-    ``plan`` is set when SGLang sizes its pools, ``state`` when it builds the backend.
+    ``metric_labels`` are set first, where SGLang exports metrics. ``plan`` is set when SGLang sizes
+    its pools, ``state`` when it builds the backend.
     """
 
     def __init__(self) -> None:
+        self.metric_labels: dict[str, str] | None = None
         self.plan: CapacityPlan | None = None
         self.state: TieringState | None = None
 

@@ -18,6 +18,7 @@ from qevict_tiers.claims import ClaimLedger, Prompt
 from qevict_tiers.config import PrefixReuse
 from qevict_tiers.kept import UNLIMITED, Keep
 from qevict_tiers.manager import TierManager
+from qevict_tiers.observer import Observer
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
 
@@ -207,6 +208,7 @@ class TieringState:
         """The prefix cache gives up these tokens, whole pages (waits for the device)."""
         pages: list[int] = (locations[:: self._window] // self._window).tolist()
         self.ledger.kept.drop(pages)
+        self.observer.dropped(len(pages))
         self._events.append(_Drop(pages))
         self._changed = True
 
@@ -442,6 +444,11 @@ class TieringState:
             self.manager.share(row, self.pages(row, range(shared)))
 
     @property
+    def observer(self) -> Observer:
+        """What watches tiering in this process."""
+        return self.manager.observer
+
+    @property
     def _window(self) -> int:
         return self.plan.budget.config.window
 
@@ -454,6 +461,7 @@ class TieringState:
         for row in rows:
             if row in self.ledger:
                 self.ledger.launched(row)
+        self.observer.launched()
 
     # -- checks and reports --------------------------------------------------------------
 
@@ -467,9 +475,12 @@ class TieringState:
             return []
         self._changed = False
         if os.environ.get(CHECK_VARIABLE, "0") != "0":
-            return self.check_integrity()
-        self.drain()
-        return self._check_totals()
+            problems = self.check_integrity()
+        else:
+            self.drain()
+            problems = self._check_totals()
+        self.observer.idle()
+        return problems
 
     def check_integrity(self) -> list[str]:
         """What is wrong with claims, copies and views once the queue is applied."""

@@ -15,7 +15,7 @@ A row passes through these phases::
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
 from qevict_tiers.kept import UNLIMITED, KeptPages
+from qevict_tiers.observer import PromptRouting
 
 __all__ = ["PRIVATE", "ClaimLedger", "Prompt", "RowClaims", "Sharing"]
 
@@ -77,6 +78,13 @@ class RowClaims:
     def is_exact(self, prompt_tokens: int) -> bool:
         """True if a prompt is routed only once, after its last token."""
         return prompt_tokens <= max(self.exact_prefill_tokens, self.chunk_tokens)
+
+    def prompt_routing(self, prompt_tokens: int) -> PromptRouting:
+        """How a prompt is routed by its end."""
+        if not self.budget.is_tiered(prompt_tokens):
+            return PromptRouting.NEVER
+        is_exact = self.is_exact(prompt_tokens)
+        return PromptRouting.WHOLE if is_exact else PromptRouting.SEGMENTS
 
     def needs_one_chunk(self, prompt_tokens: int) -> bool:
         """True if a prompt may not be divided."""
@@ -342,6 +350,9 @@ class ClaimLedger:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
 
     @property
     def total_bytes(self) -> int:

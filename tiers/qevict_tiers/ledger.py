@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
 from qevict_kernels.layout import WindowGeometry
 
-__all__ = ["Counter", "Counters", "LedgerBytes"]
+__all__ = ["Copies", "Counter", "Counters", "LedgerBytes"]
 
 
 class Counter(IntEnum):
@@ -54,6 +55,20 @@ class Counters:
         return dict(zip(Counter, self.totals.tolist(), strict=True))
 
 
+class Copies(NamedTuple):
+    """Copies of one layer each, by kind.
+
+    coded: shadows included. shadow: codes beside a FULL copy. unseen_full, unseen_coded: those
+    that no request sees, part of ``full`` and ``coded``.
+    """
+
+    full: int
+    coded: int
+    shadow: int
+    unseen_full: int
+    unseen_coded: int
+
+
 @dataclass(frozen=True)
 class LedgerBytes:
     """Bytes by kind; each byte is in one of them.
@@ -72,29 +87,17 @@ class LedgerBytes:
     tables: int
 
     @classmethod
-    def of(
-        cls,
-        geometry: WindowGeometry,
-        num_full: int,
-        num_coded: int,
-        num_shadow: int,
-        num_unseen_full: int,
-        num_unseen_coded: int,
-        tables: int,
-    ) -> LedgerBytes:
-        """The bytes of so many copies of one layer each.
-
-        ``num_coded`` includes the shadows, both it and ``num_full`` what no request sees.
-        """
+    def of(cls, geometry: WindowGeometry, copies: Copies, tables: int) -> LedgerBytes:
+        """The bytes of so many copies, and of tables."""
         layout = geometry.record
-        records = (num_coded - num_shadow - num_unseen_coded) * geometry.num_kv_heads
+        records = (copies.coded - copies.shadow - copies.unseen_coded) * geometry.num_kv_heads
         return cls(
-            full=(num_full - num_unseen_full) * geometry.full_window_bytes,
+            full=(copies.full - copies.unseen_full) * geometry.full_window_bytes,
             codes=records * layout.code_bytes,
             params=records * layout.param_bytes,
             alignment=records * layout.alignment_bytes,
-            shadow=num_shadow * geometry.coded_window_bytes,
-            reuse=num_unseen_full * geometry.full_window_bytes
-            + num_unseen_coded * geometry.coded_window_bytes,
+            shadow=copies.shadow * geometry.coded_window_bytes,
+            reuse=copies.unseen_full * geometry.full_window_bytes
+            + copies.unseen_coded * geometry.coded_window_bytes,
             tables=tables,
         )

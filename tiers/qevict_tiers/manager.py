@@ -21,7 +21,8 @@ from qevict_tiers.arena import Arena
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Promotion
 from qevict_tiers.kept import Keep
-from qevict_tiers.ledger import Counter, Counters, LedgerBytes
+from qevict_tiers.ledger import Copies, Counter, Counters, LedgerBytes
+from qevict_tiers.observer import Observer
 from qevict_tiers.policy import Limits, Tier, route
 from qevict_tiers.views import Views
 
@@ -55,7 +56,7 @@ class TierManager:
     A page is SGLang's page id in ``[1, num_pages]`` (0 belongs to nobody), a row its
     request slot. ``storage`` is the arena's buffer, uint8; everything else lies on its
     device. The caller decides, from lengths alone, what fits; the manager trusts that.
-    ``fixed_shapes``: see ``arena``.
+    ``fixed_shapes``: see ``arena``. ``observer`` is told of routing events and ended views.
 
     Pages of a finished row can be *kept* for rows to come (``publish``), which then *share*
     their copies. As long as that may happen, a window of the row that is evicted keeps its
@@ -78,11 +79,13 @@ class TierManager:
         max_windows: int,
         dtype: torch.dtype,
         fixed_shapes: bool | None = None,
+        observer: Observer | None = None,
     ) -> None:
         device = storage.device
         self.budget = budget
         self.kernels = kernels
         self.device = device
+        self.observer = observer or Observer()
         self.num_layers = budget.num_layers
         self.pages_per_layer = num_pages + 1
         self.arena = Arena(
@@ -219,6 +222,7 @@ class TierManager:
         self.arena.full.release(self._select(has_full, owners))
         self.arena.coded.release(self._select(has_codes, owners))
         self.views.close(index, tier.shape[-1])
+        self.observer.closed(rows)
         for row in rows:
             del self.open_rows[row]
 
@@ -229,6 +233,7 @@ class TierManager:
         if self.open_rows:
             index, _, tier = self._views(self.open_rows)
             self.views.close(index, tier.shape[-1])
+            self.observer.closed(list(self.open_rows))
         self.open_rows.clear()
 
     # -- reuse of pages -----------------------------------------------------------
@@ -321,6 +326,10 @@ class TierManager:
         Evicted codes go first, then demoted windows are coded, then the FULL copies that
         nobody sees any more go: so bytes in use never exceed FULL before plus codes after.
         """
+        with self.observer.routing(self.views, layers, rows, tokens):
+            self._route(layers, rows, tokens)
+
+    def _route(self, layers: slice, rows: list[int], tokens: list[int]) -> None:
         config = self.budget.config
         width = max(self.budget.num_windows(n) for n in tokens)
         if self._on_device is not None:
@@ -342,7 +351,7 @@ class TierManager:
 
     def warm_up(self) -> None:
         """Compile what an event needs, by one for row 0, a row without windows."""
-        self.route(slice(0, self.num_layers), [0], [self.budget.config.min_context + 1])
+        self._route(slice(0, self.num_layers), [0], [self.budget.config.min_context + 1])
 
     def _route_on_device(
         self,
@@ -527,22 +536,36 @@ class TierManager:
         self._warn_of_refused()
         return self.counters.read()
 
-    def ledger_bytes(self) -> LedgerBytes:
-        """Bytes in use by kind (waits for the device)."""
+    def count_copies(self) -> torch.Tensor:
+        """``Copies``, int64 ``[5]`` on the device."""
         full, coded = self.arena.full, self.arena.coded
         _, owners, tier = self._views(self.open_rows)
-        shadows = (full.table >= 0) & (coded.table >= 0)
-        in_use = shadows.clone()
-        in_use[owners[(tier == Tier.FULL) | (tier == Tier.CODED)]] = True
-        return LedgerBytes.of(
-            self.budget.geometry,
-            num_full=int(full.count),
-            num_coded=int(coded.count),
-            num_shadow=int(shadows.sum()),
-            num_unseen_full=int(((full.table >= 0) & ~in_use).sum()),
-            num_unseen_coded=int(((coded.table >= 0) & ~in_use).sum()),
-            tables=full.table_bytes + coded.table_bytes + self.views.num_bytes + self.kept.nbytes,
+        has_full, has_codes = full.table >= 0, coded.table >= 0
+        shadows = has_full & has_codes
+        seen = shadows.clone()
+        # Owner 0, a page that is never used, stands for windows that are not seen.
+        is_seen = (tier == Tier.FULL) | (tier == Tier.CODED)
+        seen[torch.where(is_seen, owners, 0)] = True
+        return torch.stack(
+            [
+                full.count,
+                coded.count,
+                shadows.sum(),
+                (has_full & ~seen).sum(),
+                (has_codes & ~seen).sum(),
+            ]
         )
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all that says where copies lie and what views see."""
+        tables = self.arena.full.table_bytes + self.arena.coded.table_bytes
+        return tables + self.views.num_bytes + self.kept.nbytes
+
+    def ledger_bytes(self) -> LedgerBytes:
+        """Bytes in use by kind (waits for the device)."""
+        copies = Copies(*self.count_copies().tolist())
+        return LedgerBytes.of(self.budget.geometry, copies, self.table_bytes)
 
     def occupancy(self) -> Occupancy:
         """Windows per tier and layer, over all open rows (waits for the device)."""
