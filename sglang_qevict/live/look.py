@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qevict_tiers.tier_map import tier_map
+from sglang_qevict.metrics import MetricsObserver
 from sglang_qevict.state import TieringState
 
 __all__ = ["LOOK", "MAX_COLUMNS", "MAX_REQUESTS", "look", "look_at_scheduler"]
@@ -44,15 +45,17 @@ def look_at_scheduler(scheduler: Any, state: TieringState) -> dict[str, Any]:
 def look(state: TieringState, names: Mapping[int, str]) -> dict[str, Any]:
     """What tiering holds (``TieringState.report``), and the maps of running requests.
 
+    ``observed``: churn and LIR, where metrics are on (``MetricsObserver.observed``).
     ``names``: the id of each row's request; rows of no name have ended or not begun, and have no
     map. The ``MAX_REQUESTS`` that began first are shown, ``left_out`` says how many are not.
     """
-    began = time.perf_counter()
+    began, observer = time.perf_counter(), state.observer
     rows = [row for row in state.rows_in_view() if row in names]
     shown = [{"id": names[row], "row": row, **_map(state, row)} for row in rows[:MAX_REQUESTS]]
     return {
         "taken": time.time(),
         "report": state.report(),
+        "observed": observer.observed() if isinstance(observer, MetricsObserver) else {},
         "maps": shown,
         "left_out": len(rows) - len(shown),
         "seconds": time.perf_counter() - began,
