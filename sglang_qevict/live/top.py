@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ from sglang_qevict import colors
 __all__ = ["Between", "Problem", "Scrape", "frame", "metrics_url", "run"]
 
 _TIMEOUT_SECONDS = 10.0
-_BAR_WIDTH = 24
+_BAR_WIDTH = 20
 _WIDE = 100
 """Columns of a terminal from which on panels stand side by side."""
 
@@ -281,7 +282,7 @@ def _arena(pair: Between) -> RenderableType:
         grid.add_row(state, _bar(amount, whole, color), _bytes(amount))
     claimed = pair.level(metrics.CLAIMED_BYTES)
     grid.add_row("claimed", _bar(claimed, whole, colors.PROTECTED), _bytes(claimed))
-    grid.add_row("of", "", _bytes(whole or None))
+    grid.add_row("all", "", _bytes(whole or None))
     return grid
 
 
@@ -289,13 +290,14 @@ def _tiers(pair: Between) -> RenderableType:
     windows = [pair.level(metrics.LOGICAL_WINDOWS, tier=tier) for tier, _, _ in _TIERS]
     whole = sum(number or 0.0 for number in windows)
     grid = _grid(columns=4)
+    grid.add_row("", "", Text("windows", "dim"), Text("bytes", "dim"))
     for (tier, name, color), number in zip(_TIERS, windows, strict=True):
         held = "" if tier == "evicted" else _bytes(pair.level(metrics.LOGICAL_BYTES, tier=tier))
-        grid.add_row(name, _bar(number, whole, color), f"{_count(number)} windows", held)
+        grid.add_row(name, _bar(number, whole, color), _count(number), held)
     ratio = pair.level(metrics.COMPRESSION_RATIO)
-    if ratio is not None and ratio == ratio:
-        grid.add_row("", "", "full precision", f"{ratio:.1f} x that")
-    return grid
+    if ratio is None or isnan(ratio):
+        return grid
+    return Group(grid, Text(f"At full precision they would take {ratio:.1f} times as much.", "dim"))
 
 
 def _ledger(pair: Between) -> RenderableType:
@@ -344,7 +346,7 @@ def _count(number: float | None) -> str:
 def _per_second(rate: float | None, unit: str) -> str:
     if rate is None:
         return _UNKNOWN
-    return f"{rate:,.{1 if 0 < rate < 10 else 0}f} {unit}/s"
+    return f"{rate:,.{0 if rate >= 10 or not rate else 1 if rate >= 1 else 2}f} {unit}/s"
 
 
 def _share(share: float | None) -> str:
