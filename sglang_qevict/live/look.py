@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from qevict_tiers.threads import single_threaded
 from qevict_tiers.tier_map import tier_map
 from sglang_qevict.metrics import MetricsObserver
 from sglang_qevict.state import TieringState
@@ -42,6 +43,7 @@ def look_at_scheduler(scheduler: Any, state: TieringState) -> dict[str, Any]:
     }
 
 
+@single_threaded
 def look(state: TieringState, names: Mapping[int, str]) -> dict[str, Any]:
     """What tiering holds (``TieringState.report``), and the maps of running requests.
 
