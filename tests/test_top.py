@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -152,9 +156,10 @@ def _serving(answer: Answer) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = answer(self.path, self.headers["Authorization"])
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
+            with suppress(BrokenPipeError):  # who asked may have gone
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body.encode())
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -241,6 +246,39 @@ def test_without_a_terminal_only_one_frame_is_printed(capsys: pytest.CaptureFixt
     with _serving(_sglang(None)) as url:
         assert cli.main(["top", url]) == 1
     _one_sentence(capsys, "top needs a terminal: --once prints one frame anywhere")
+
+
+def test_in_a_terminal_it_goes_on_through_a_pause_of_the_server_until_q() -> None:
+    """Frames come until the server fails, then the trouble is told, then frames come again."""
+    healthy, answers = _sglang(None), iter([True, True, False, *[True] * 1000])
+
+    def answer(path: str, authorization: str | None) -> tuple[int, str]:
+        return healthy(path, authorization) if next(answers) else (500, "")
+
+    ours, its = os.openpty()
+    os.set_blocking(ours, False)
+    with _serving(answer) as url:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_qevict.cli", "top", url, "--interval", "0.3"],
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"},
+        )
+        _read_until(ours, "bytes for windows")
+        _read_until(ours, "answers with status 500, not with metrics")
+        _read_until(ours, "q ends")
+        os.write(ours, b"q")
+        assert process.wait(60) == 0
+
+
+def _read_until(terminal: int, words: str) -> None:
+    seen, deadline = "", time.monotonic() + 60
+    while words not in seen:
+        assert time.monotonic() < deadline, seen
+        with suppress(BlockingIOError):
+            seen += os.read(terminal, 1 << 16).decode(errors="replace")
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "1e9", "soon"])
