@@ -28,7 +28,17 @@ from sglang_qevict.tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HOOKS", "HTTP_HOOKS", "LAUNCHER_HOOKS", "register_hooks", "require_hooks"]
+__all__ = [
+    "APP_PATH_VARIABLE",
+    "HOOKS",
+    "HTTP_HOOKS",
+    "LAUNCHER_HOOKS",
+    "register_hooks",
+    "require_hooks",
+]
+
+APP_PATH_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+"""By which SGLang's tokenizer workers import their HTTP server."""
 
 _CPU_RUNNING_REQUESTS = 64
 _RUNNING_REQUESTS = 256
@@ -253,7 +263,7 @@ def setup_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang_qevict.live import worker
 
     if get_serving().tokenizer_worker_num > 1:
-        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", worker.APP_PATH)
+        os.environ.setdefault(APP_PATH_VARIABLE, worker.APP_PATH)
 
 
 def add_api_key_middleware(result: None, app: Any, **keys: Any) -> None:
