@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_qevict.live.look import LOOK
@@ -122,13 +122,11 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any]) -> None:
         answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=LOOK))
         return sorted((answer.internal_state for answer in answers), key=lambda rank: rank["rank"])
 
-    router, looks = APIRouter(), Looks(ask)
+    looks = Looks(ask)
 
-    @router.get(PATH, include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(_page(), headers=_PAGE_HEADERS)
 
-    @router.get(f"{PATH}/state")
     async def state() -> JSONResponse:
         """What KV tiering holds now, as the page /kv_tiering shows it."""
         manager = tokenizer_manager()
@@ -140,7 +138,8 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any]) -> None:
         }
         return JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
-    app.include_router(router)
+    app.add_api_route(PATH, page, include_in_schema=False)
+    app.add_api_route(f"{PATH}/state", state)
 
 
 def _page() -> str:
