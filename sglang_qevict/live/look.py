@@ -33,12 +33,12 @@ def look_at_scheduler(scheduler: Any, state: TieringState) -> dict[str, Any]:
     if scheduler.chunked_req is not None:
         requests.add(scheduler.chunked_req)
     names = {request.kv.req_pool_idx: request.rid for request in requests if request.kv}
-    reporter = scheduler.metrics_reporter
     return {
         "rank": get_parallel().dp_rank or 0,
         "started": _STARTED,
         "waiting": len(scheduler.waiting_queue),
-        "tokens_per_second": reporter._current_gen_throughput(time.perf_counter()),
+        # SGLang reckons it now and then, and not at all when nothing runs.
+        "tokens_per_second": scheduler.metrics_reporter.last_gen_throughput if requests else 0.0,
         **look(state, names),
     }
 
