@@ -52,8 +52,8 @@ def look(state: TieringState, names: Mapping[int, str]) -> dict[str, Any]:
     map. The ``MAX_REQUESTS`` that began first are shown, ``left_out`` says how many are not.
     """
     began, observer = time.perf_counter(), state.observer
-    rows = [row for row in state.rows_in_view() if row in names]
-    shown = [{"id": names[row], "row": row, **_map(state, row)} for row in rows[:MAX_REQUESTS]]
+    rows = [(row, tokens) for row, tokens in state.rows_in_view().items() if row in names]
+    shown = [{"id": names[row], **_map(state, row, tokens)} for row, tokens in rows[:MAX_REQUESTS]]
     return {
         "taken": time.time(),
         "report": state.report(),
@@ -64,13 +64,13 @@ def look(state: TieringState, names: Mapping[int, str]) -> dict[str, Any]:
     }
 
 
-def _map(state: TieringState, row: int) -> dict[str, Any]:
-    tokens = state.rows_in_view()[row]
+def _map(state: TieringState, row: int, tokens: int) -> dict[str, Any]:
     budget = state.plan.budget
     cells, span = tier_map(
         state.manager.views.tier[:, row, : budget.num_windows(tokens)], MAX_COLUMNS
     )
     return {
+        "row": row,
         "tokens": tokens,
         "prompt_tokens": state.ledger.prompt_tokens(row),
         "reused_tokens": state.ledger.sharing(row).shared * budget.config.window,
