@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-qevict",
-        description="Fetch the embedded model, check this machine, or see what tiers would do "
-        "to a text; `sglang serve` starts the server.",
+        description="Fetch the embedded model, check this machine, see what tiers would do to a "
+        "text, or watch those of a server; `sglang serve` starts the server.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -90,7 +90,37 @@ def _parser() -> argparse.ArgumentParser:
         help="--kv-tiering-* flags of a server: the options of the policies",
     )
     diagnose.set_defaults(run=_diagnose, hint=" (--kv-tiering-* flags go after --)")
+
+    top = commands.add_parser(
+        "top",
+        help="show in this terminal what the tiers of a running server hold and do",
+        description="Reads a server's /metrics (it needs --enable-metrics) again and again, until "
+        "you press q. The same in a browser: /kv_tiering on the server.",
+    )
+    top.add_argument(
+        "address",
+        nargs="?",
+        default="http://127.0.0.1:30000",
+        help="of the server, or of its metrics page (default: %(default)s)",
+    )
+    top.add_argument("--api-key", metavar="KEY", help="the server's --api-key")
+    top.add_argument(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="from one look to the next (default: 2)",
+    )
+    top.add_argument("--once", action="store_true", help="print one frame, after one interval")
+    top.set_defaults(run=_top, hint="")
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} s is not between 0.1 and 3600")
+    return seconds
 
 
 def _fetch_model(args: argparse.Namespace) -> int:
@@ -123,6 +153,19 @@ def _diagnose(args: argparse.Namespace) -> int:
         print(f"sglang-qevict: {problem}", file=sys.stderr)
         return 1
     print(page)
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from sglang_qevict.live.top import Problem, run
+
+    try:
+        run(args.address, args.api_key, args.interval, args.once)
+    except Problem as problem:
+        print(f"sglang-qevict: {problem}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -7,6 +7,7 @@ checked in the scheduler before it serves, since SGLang only logs a hook that fa
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from sglang_qevict import arguments
 from sglang_qevict.admission import consider_prefix, continue_prompt, project_running
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.flags import add_flags
+from sglang_qevict.live.look import LOOK, look_at_scheduler
 from sglang_qevict.refusals import refused_kv_dtype, refused_prompt, refused_request
 from sglang_qevict.runtime import config_of, runtime
 from sglang_qevict.tenants import DEFAULT as DEFAULT_TENANT
@@ -26,7 +28,17 @@ from sglang_qevict.tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["HOOKS", "LAUNCHER_HOOKS", "register_hooks", "require_hooks"]
+__all__ = [
+    "APP_PATH_VARIABLE",
+    "HOOKS",
+    "HTTP_HOOKS",
+    "LAUNCHER_HOOKS",
+    "register_hooks",
+    "require_hooks",
+]
+
+APP_PATH_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+"""By which SGLang's tokenizer workers import their HTTP server."""
 
 _CPU_RUNNING_REQUESTS = 64
 _RUNNING_REQUESTS = 256
@@ -44,7 +56,8 @@ def from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
     if config_of(server_args) is not None:
         arguments.check_port(server_args)
         _register(LAUNCHER_HOOKS)
-        HookRegistry.apply_hooks()
+    _register(HTTP_HOOKS)
+    HookRegistry.apply_hooks()
     return server_args
 
 
@@ -231,11 +244,35 @@ def validate_beam_search(original: Any, coordinator: Any, req: Any, recv_req: An
     return original(coordinator, req, recv_req)
 
 
-def get_internal_state(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """``/server_info`` shows what tiering holds."""
-    if runtime.state is not None:
-        result.internal_state["kv_tiering"] = runtime.state.report()
+def get_internal_state(original: Any, controller: Any, request: Any) -> Any:
+    """``/server_info`` shows what tiering holds; the live page gets a look, and nothing else."""
+    if runtime.state is None:
+        return original(controller, request)
+    if request.rid == LOOK:
+        from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+        look = look_at_scheduler(controller.scheduler, runtime.state)
+        return GetInternalStateReqOutput(internal_state=look)
+    result = original(controller, request)
+    result.internal_state["kv_tiering"] = runtime.state.report()
     return result
+
+
+def setup_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """The HTTP server gets the live page, in whichever process its app runs."""
+    from sglang.srt.runtime_context import get_serving
+
+    from sglang_qevict.live import worker
+
+    if get_serving().tokenizer_worker_num > 1:
+        os.environ.setdefault(APP_PATH_VARIABLE, worker.APP_PATH)
+
+
+def add_api_key_middleware(result: None, app: Any, **keys: Any) -> None:
+    """A browser that brings no key is asked for it by the live page."""
+    from sglang_qevict.live.routes import AskForKey
+
+    app.add_middleware(AskForKey)
 
 
 def enable_fused_set_kv_buffer(original: Any, *args: Any, **kwargs: Any) -> bool:
@@ -254,6 +291,16 @@ LAUNCHER_HOOKS: tuple[_Hook, ...] = (
     ),
 )
 """Of a module that only launchers import: applied when a command line asks for tiering."""
+
+HTTP_HOOKS: tuple[_Hook, ...] = (
+    (
+        f"{_SRT}.entrypoints.http_server._setup_and_run_http_server",
+        setup_http_server,
+        HookType.BEFORE,
+    ),
+    (f"{_SRT}.utils.auth.add_api_key_middleware", add_api_key_middleware, HookType.AFTER),
+)
+"""Of the HTTP server, with or without tiering: the live page tells that it is off, too."""
 
 HOOKS: tuple[_Hook, ...] = (
     (f"{_SRT}.server_args.ServerArgs.add_cli_args", add_cli_args, HookType.AFTER),
@@ -328,7 +375,7 @@ HOOKS: tuple[_Hook, ...] = (
         f"{_SRT}.managers.scheduler_components.internal_state"
         ".SchedulerInternalStateController.get_internal_state",
         get_internal_state,
-        HookType.AFTER,
+        HookType.AROUND,
     ),
 )
 

@@ -156,6 +156,15 @@ class MetricsObserver(Observer):
         self._reader = LateReader[_Rows]()
         self._export_constants()
 
+    def observed(self) -> dict[str, tuple[float, float]]:
+        """Selection churn and LIR since the start: how many were observed, and their sums.
+
+        Waits for the device.
+        """
+        histograms = {"churn": self._wavering.churn, "lir": self._wavering.returns}
+        numbers = {name: histogram.tolist() for name, histogram in histograms.items()}
+        return {name: (sum(counts), total) for name, (*counts, total) in numbers.items()}
+
     def watch(self, state: TieringState) -> None:
         """From now on export what this state holds."""
         self._state = state

@@ -554,6 +554,18 @@ class TieringState:
             problems.append("rows of the manager and of the scheduler differ")
         return problems
 
+    def rows_in_view(self) -> dict[int, int]:
+        """Rows that have launched something, and how many tokens their views have.
+
+        Those that began first come first. Rows that ended or began since are left out.
+        """
+        changed = {event.row for event in self._events if isinstance(event, _Open | _Close)}
+        return {
+            row: tokens
+            for row, tokens in self._view_tokens.items()
+            if tokens and row in self.ledger and row not in changed
+        }
+
     def report(self) -> dict[str, Any]:
         """What tiering holds now, for ``/server_info``."""
         ledger = self.manager.ledger_bytes()

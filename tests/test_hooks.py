@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,29 @@ def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_r
         "KV tiering: a prompt of 101 tokens takes 101.0 MiB of windows, but this server has 100.0"
     )
     assert told(100) == "SGLang's own reason"
+
+
+@pytest.mark.parametrize("target", [target for target, _, _ in hooks.HTTP_HOOKS])
+def test_what_the_live_page_hooks_is_there(target: str) -> None:
+    """SGLang only logs a hook that fails, and the page would be missing."""
+    assert callable(pkgutil.resolve_name(target))
+
+
+@pytest.mark.parametrize(("workers", "chosen"), [(1, None), (2, "sglang_qevict.live.worker:app")])
+def test_tokenizer_workers_import_an_app_that_has_the_live_page(
+    workers: int, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = SimpleNamespace(tokenizer_worker_num=workers)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
+    monkeypatch.delenv(hooks.APP_PATH_VARIABLE, raising=False)
+    hooks.setup_http_server(None)
+    try:
+        assert os.environ.get(hooks.APP_PATH_VARIABLE) == chosen
+    finally:
+        os.environ.pop(hooks.APP_PATH_VARIABLE, None)
+    app = pkgutil.resolve_name("sglang_qevict.live.worker:app")
+    paths = {route.path for route in app.routes if hasattr(route, "path")}
+    assert {"/kv_tiering", "/kv_tiering/state", "/server_info"} <= paths
 
 
 @pytest.mark.parametrize("fused", [True, False])

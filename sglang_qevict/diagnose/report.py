@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qevict_tiers.diagnostics import Place, places
+from sglang_qevict import colors
 from sglang_qevict.diagnose.policies import Outcome, Summary
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Observation", "observations", "write_report"]
 
 COLORS = {
-    Place.PROTECTED: "#8d99ae",
-    Place.FULL: "#2a6f97",
-    Place.CODED: "#f4a259",
-    Place.EVICTED: "#e5e5e5",
+    Place.PROTECTED: colors.PROTECTED,
+    Place.FULL: colors.FULL,
+    Place.CODED: colors.CODED,
+    Place.EVICTED: colors.EVICTED,
 }
 _LINES = ("#bc4b51", "#7b6d8d", "#2a6f97", "#f4a259", "#5b8e7d")
 
@@ -215,7 +216,7 @@ def _plot_tiers(figure: Figure, outcome: Outcome) -> None:
     last = outcome.selections[-1]
     num_layers, count = last.tiers.shape
     chosen = sorted({0, num_layers // 2, num_layers - 1})
-    colors = ListedColormap(["white", *(COLORS[place] for place in Place)])
+    palette = ListedColormap(["white", *(COLORS[place] for place in Place)])
     window = outcome.policy.budget.config.window
     for axes, layer in zip(np.atleast_1d(figure.subplots(len(chosen), sharex=True)), chosen,
                            strict=True):  # fmt: skip
@@ -225,7 +226,7 @@ def _plot_tiers(figure: Figure, outcome: Outcome) -> None:
             picture[:there, column] = 1 + places(selection, there)[layer].numpy()
         first, final = outcome.selections[0].tokens, last.tokens
         axes.imshow(
-            picture, aspect="auto", origin="lower", cmap=colors, vmin=-0.5, vmax=4.5,
+            picture, aspect="auto", origin="lower", cmap=palette, vmin=-0.5, vmax=4.5,
             interpolation="nearest", extent=(first, final, 0, count * window),
         )  # fmt: skip
         axes.set_title(f"layer {layer}")
