@@ -106,16 +106,9 @@ def main() -> None:
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))
         described = {key: typed(value) for key, value in changes.items()}
-        row_budget = float(config.budget)
-        rows.append(
-            {
-                "group": group,
-                "options": described,
-                "budget": row_budget,
-                "seconds": seconds,
-                **found,
-            }
-        )
+        found["seconds"] = time.monotonic() - began
+        found["budget"] = float(config.budget)
+        rows.append({"group": group, "options": described, **found})
         write_json(options.json, machine, rows, half=options.half.value)
 
 
