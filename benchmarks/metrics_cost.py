@@ -24,11 +24,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_monitoring.exporter import Exporter
 from qevict_tiers.budget import WindowBudget
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.observer import Observer
 from sglang_qevict.attention import QEvictAttentionBackend
@@ -44,8 +43,9 @@ class Decoding:
     """Requests that decode, one step at a time, watched or not."""
 
     def __init__(self, batch: int, tokens: int, steps: int) -> None:
-        self.geometry = geometry = WindowGeometry(num_q_heads=9, num_kv_heads=3, head_dim=64)
-        budget = WindowBudget(TieringConfig(), geometry, LAYERS)
+        config = TieringConfig()
+        self.geometry = geometry = config.geometry(Heads(9, 3, 64))
+        budget = WindowBudget(config, geometry, LAYERS)
         context = tokens + steps + geometry.window
         plan = plan_capacity(
             budget, 2 * batch * context * budget.token_bytes, context, tokens, batch, batch
@@ -53,7 +53,7 @@ class Decoding:
         angles = torch.outer(torch.arange(float(context)), 1e5 ** -(torch.arange(32) / 32))
         rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), is_neox=True)
         exporter = Exporter({"model_name": "m"}, CollectorRegistry())
-        self.watched = MetricsObserver(plan, batch + 1, CPU, exporter, "none")
+        self.watched = MetricsObserver(plan, batch + 1, CPU, exporter)
         self.manager = TierManager(
             budget,
             make_kernels(geometry, rotary, CPU),
