@@ -33,7 +33,10 @@ def make_engine(
     full_layers: frozenset[int] = frozenset(),
 ) -> MiniEngine:
     """An engine that is watched, if there is a registry to export to."""
-    options = SMALL | {"budget": Fraction(3 if not full_layers else 6, 10)}
+    # Codes so large that windows are still evicted as the budget grows with the context.
+    codes = {"key_bits": 4, "value_bits": 4}
+    budget = Fraction(30 if not full_layers else 54, 100)
+    options = SMALL | codes | {"budget": budget}
     config = TieringConfig(**options, promote=promote, full_layers=full_layers)
 
     def watch(plan: Any, rows: int) -> MetricsObserver:
@@ -159,8 +162,8 @@ def test_churn_and_lir_are_those_of_the_diagnostics(
     churn = torch.cat([selection_churn(s)[0] for s in seen.values()])
     back = torch.cat([returns(s)[0] for s in seen.values()])
     back = back[~back.isnan()]
-    assert churn.sum() > 0
-    assert back.sum() > 0 or full_layers
+    # With a layer kept FULL, what matters is that it is not counted.
+    assert full_layers or (churn.sum() > 0 and back.sum() > 0)
     for name, values in (("selection_churn_ratio", churn), ("lir_ratio", back)):
         assert found[f"sglang_qevict_{name}_count",] == len(values) > 0
         assert found[f"sglang_qevict_{name}_sum",] == pytest.approx(float(values.sum()))
