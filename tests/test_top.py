@@ -110,11 +110,16 @@ def test_replicas_are_summed_and_ranks_of_a_group_are_not() -> None:
     assert "sum of 2 replicas" in _shown(Between(scrape, scrape), width=200)
 
 
-@pytest.mark.parametrize("width", [40, 80, 100, 200])
+@pytest.mark.parametrize("width", [50, 80, 100, 200])
 def test_a_frame_fits_its_terminal_and_shows_all_kinds_of_the_ledger(width: int) -> None:
-    scrape = _Server().scrape(0.0)
+    server = _Server()
+    server.exporter.set(table.LOGICAL_WINDOWS, 1_234_567, "full")
+    server.exporter.set(table.LOGICAL_BYTES, 99.9 * 2**30, "full")
+    scrape = server.scrape(0.0)
     shown = _shown(Between(scrape, scrape), width)
     assert max(map(len, shown.splitlines())) <= width
+    assert "1,234,567" in shown
+    assert "99.9 GiB" in shown
     for kind in table.LEDGER_BYTES.labels[0].values:
         assert kind in shown
 

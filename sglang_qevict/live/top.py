@@ -30,7 +30,7 @@ from sglang_qevict import colors
 __all__ = ["Between", "Problem", "Scrape", "frame", "metrics_url", "run"]
 
 _TIMEOUT_SECONDS = 10.0
-_BAR_WIDTH = 20
+_BAR_WIDTH = 16
 _WIDE = 100
 """Columns of a terminal from which on panels stand side by side."""
 
@@ -327,8 +327,8 @@ def _routing(pair: Between) -> RenderableType:
 
 
 def _grid(columns: int = 2) -> Table:
-    grid = Table.grid(padding=(0, 2), expand=False)
-    grid.add_column(min_width=10, no_wrap=True)
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(min_width=8, no_wrap=True)
     for column in range(1, columns):
         grid.add_column(justify="right" if column > 1 or columns == 2 else "left", no_wrap=True)
     return grid
