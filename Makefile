@@ -3,6 +3,7 @@
 # make demo      a chat about a long text, with tiers and then without, in five to ten minutes
 # make test      the quick tests                                     (make test-full  all of them)
 # make test-monitoring  Prometheus against a real server: every expression of dashboards, rules and alerts
+# make quality   what tiers cost in quality, in two hours            (make rivals     other methods at the same bytes)
 # make check     lint, format, types, import rules, tests
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 SOURCES := sglang_qevict tiers kernels monitoring tests benchmarks
 
-.PHONY: install serve serve-gpu demo test test-full test-monitoring check lint format clean distclean
+.PHONY: install serve serve-gpu demo test test-full test-monitoring quality rivals check lint format clean distclean
 
 install: $(INSTALLED)
 
@@ -58,6 +59,33 @@ test-monitoring: install
 # The kernels are tested with the oldest Triton that they are written for as well.
 $(OLD_TRITON): | $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
+
+# What tiers cost in quality: two hours on two cores. Results go to benchmarks/results/quality.
+RESULTS := results/quality
+QUALITY := $(VENV)/.quality
+
+$(QUALITY): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[quality]'
+	@touch $@
+
+quality: $(QUALITY)
+	cd benchmarks && for budget in 0.2 0.1; do ../$(BIN)/python -m quality.ablations --half test --budget $$budget \
+		--group presets --group codes --group four --json $(RESULTS)/ablations-test-$$budget.json || exit 1; done
+	cd benchmarks && ../$(BIN)/python -m quality.retrieval --json $(RESULTS)/retrieval.json
+	cd benchmarks && ../$(BIN)/python -m quality.generations --json $(RESULTS)/generations.json
+
+# Other methods run as they are published, with the transformers that they want, in an environment on top of this one.
+RIVALS := $(VENV)/rivals
+
+$(RIVALS): | $(QUALITY)
+	$(BIN)/python -m venv $@
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_base.pth"
+	$@/bin/python -m pip install --disable-pip-version-check --quiet kvpress==0.5.5 optimum-quanto
+
+rivals: $(RIVALS)
+	cd benchmarks && ../$(RIVALS)/bin/python -m quality.rivals --model "$$(../$(BIN)/sglang-qevict fetch-model)" \
+		--json $(RESULTS)/rivals.json
 
 check: lint test
 
