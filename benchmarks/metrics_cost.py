@@ -6,8 +6,9 @@
 The embedded model's 30 layers (9 query heads, 3 KV heads, 64 channels) with random keys and values,
 but no model around them: a real step takes longer, so the share that metrics have of it is smaller.
 The two take turns of 32 steps on the same state; each turn holds four routing events of each
-request, and numbers are exported once a second. CPU time of the scheduler's thread counts, so that
-other programs matter little. Printed: medians a step, their difference, and that over a step
+request. Numbers are exported as often as in a server with steps of ``--step-ms`` (README: 54 ms at
+200 tokens, the shortest). CPU time of the scheduler's thread counts, so that other programs matter
+little. Printed: medians a step, their difference, and that over a step
 without.
 """
 
@@ -30,6 +31,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.observer import Observer
+from sglang_qevict import metrics
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.metrics import MetricsObserver
@@ -42,7 +44,9 @@ LAYERS, STEPS = 30, 32
 class Decoding:
     """Requests that decode, one step at a time, watched or not."""
 
-    def __init__(self, batch: int, tokens: int, steps: int) -> None:
+    def __init__(self, batch: int, tokens: int, steps: int, step_seconds: float) -> None:
+        self.seconds, self.step_seconds = 0.0, step_seconds
+        metrics.monotonic = lambda: self.seconds  # type: ignore[attr-defined]
         config = TieringConfig()
         self.geometry = geometry = config.geometry(Heads(9, 3, 64))
         budget = WindowBudget(config, geometry, LAYERS)
@@ -98,6 +102,7 @@ class Decoding:
     def step(self) -> None:
         """One token of each request, through all layers."""
         self.length += 1
+        self.seconds += self.step_seconds
         rows, lengths = torch.tensor(self.rows), torch.full((len(self.rows),), self.length)
         self.state.alloc_to_lengths(req_pool_indices_cpu=rows, target_seq_lens_cpu=lengths)
         batch = SimpleNamespace(
@@ -131,8 +136,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--step-ms", type=float, default=54)
     args = parser.parse_args()
-    decoding = Decoding(args.batch, args.tokens, (2 * args.turns + 2) * STEPS)
+    steps = (2 * args.turns + 2) * STEPS
+    decoding = Decoding(args.batch, args.tokens, steps, args.step_ms / 1000)
     times: dict[bool, list[float]] = {True: [], False: []}
     for watched in (True, False):
         decoding.turn(watched)

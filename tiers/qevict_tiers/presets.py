@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from qevict_kernels.layout import ParamFormat
-from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
+from qevict_tiers.config import Promotion, TieringConfig
 
 __all__ = ["CUSTOM", "DEFAULT_PRESET", "PRESETS", "Preset", "preset_name"]
 
@@ -39,14 +39,9 @@ PRESETS: Mapping[str, Preset] = {
         "a tenth of the bytes",
     ),
     "retrieval": Preset(
-        TieringConfig(
-            budget=Fraction(3, 10),
-            quant_fraction=Fraction(1),
-            value_bits=2,
-            prefill_scores=PrefillScores.ALL,
-        ),
-        "any part of the text may be asked for later: three tenths of the bytes, in which "
-        "nothing is evicted, as codes",
+        TieringConfig(budget=Fraction(9, 25), quant_fraction=Fraction(1)),
+        "any part of the text may be asked for later: as few bytes as hold all of it in 4-bit "
+        "codes",
     ),
     "paper": Preset(
         TieringConfig(
