@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import re
 import shutil
 import time
@@ -9,14 +11,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
+from sglang.srt.managers.io_struct import GetInternalStateReq
 
 from server.harness import Server, ServerPool
 from server.tiering import TIERED, prompts
 from sglang_qevict import cli, colors
+from sglang_qevict.live.routes import add_routes
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed (the extra `test`)")
 
@@ -199,6 +207,111 @@ def _ask_for_the_key(server: Server, browser: Browser, capsys: pytest.CaptureFix
     assert "refuses this key" in capsys.readouterr().err
     assert cli.main(["top", server.url, "--once", "--api-key", "right"]) == 0
     assert "bytes for windows" in capsys.readouterr().out
+
+
+class _Stub:
+    """The page's own routes around a scheduler that is made up: it can be busy, or stop."""
+
+    def __init__(self) -> None:
+        self.served_model_name, self.server_args = "a-model", SimpleNamespace(_kv_tiering=object())
+        self.port, self.started, self.taken, self.is_busy = 0, 0.0, 0.0, False
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, request: GetInternalStateReq) -> list[Any]:
+        while self.is_busy:
+            await asyncio.sleep(0.05)
+        self.taken += 1
+        kinds = [
+            "full",
+            "codes",
+            "params",
+            "alignment",
+            "shadow",
+            "reuse",
+            "tables",
+            "arena",
+            "claimed",
+        ]
+        counters = ["routed", "demoted", "evicted_full", "evicted_coded", "rank_promoted"]
+        report = {
+            "window": 8, "requests": 1, "kept_pages": 0,
+            "bytes": dict.fromkeys([*kinds, "claimed"], 1),
+            "layers": {tier: [1, 2] for tier in ("full", "coded", "evicted")},
+            "counters": dict.fromkeys(counters, self.taken),
+        }  # fmt: skip
+        looks = [
+            {
+                "rank": rank, "started": self.started, "taken": self.taken, "waiting": 0,
+                "tokens_per_second": 1.0, "seconds": 0.001, "observed": {}, "left_out": 7,
+                "report": report, "maps": [self._map(f"request of {rank}")],
+            }
+            for rank in (0, 1)
+        ]  # fmt: skip
+        return [SimpleNamespace(internal_state=look) for look in looks]
+
+    def _map(self, name: str) -> dict[str, Any]:
+        cells = base64.b64encode(bytes([0xF0, 0x0F, 0x00, 0xF0] * 2)).decode()
+        return {
+            "id": name, "row": 1, "tokens": 100_000, "prompt_tokens": 9, "reused_tokens": 0,
+            "is_exact": False, "history": (1, 12_000), "span": 3125, "layers": 2, "cells": cells,
+        }  # fmt: skip
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """The address of the server while it runs; the same one when it runs again."""
+        app = FastAPI()
+        add_routes(app, lambda: self)
+        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error")
+        listening = config.bind_socket()
+        self.port = listening.getsockname()[1]
+        server = uvicorn.Server(config)
+        thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def test_a_page_lives_through_a_busy_scheduler_and_a_new_server(browser: Browser) -> None:
+    stub = _Stub()
+    seen = "return Object.values(seen)[0]?.looks.length || 0"
+    with stub.running() as url:
+        browser.driver.get(f"{url}/kv_tiering")
+        browser.wait(lambda: browser.driver.execute_script(seen) > 3, "some looks")
+        stub.is_busy = True
+        browser.wait(lambda: "busy for" in browser.text("#status"), "a busy scheduler")
+        browser.wait(lambda: "long step" in browser.text("#notice"), "the notice of it")
+        assert browser.sees(_MAPS)
+        stub.is_busy = False
+        browser.wait(lambda: browser.text("#status") == "live", "its answer")
+        assert not browser.sees("#notice")
+        before = browser.driver.execute_script(seen)
+    browser.wait(lambda: browser.text("#status") == "no answer", "the end of the server")
+    assert "does not answer" in browser.text("#notice")
+    assert browser.sees(_MAPS)
+    stub.started = 1.0
+    with stub.running():
+        browser.wait(lambda: browser.text("#status") == "live", "the new server")
+        assert browser.driver.execute_script(seen) < before
+    exceptions = [told for told in browser.complaints() if "ERR_" not in told]
+    assert exceptions == []
+
+
+def test_of_two_replicas_one_is_shown_and_long_contexts_share_cells(browser: Browser) -> None:
+    with _Stub().running() as url:
+        browser.driver.get(f"{url}/kv_tiering")
+        browser.wait(lambda: "request of 0" in browser.text("#maps"), "the first replica")
+        assert "100,000 tokens" in browser.text("#maps")
+        assert "a cell is 3125 windows" in browser.text("#maps")
+        assert browser.text("#left") == "7 more run: shown are the 1 that began first."
+        browser.driver.find_element(By.CSS_SELECTOR, "#rank option[value='1']").click()
+        browser.wait(lambda: "request of 1" in browser.text("#maps"), "the second replica")
+        assert "request of 0" not in browser.text("#maps")
+    assert [told for told in browser.complaints() if "ERR_" not in told] == []
 
 
 def test_a_server_without_tiers_says_so(
