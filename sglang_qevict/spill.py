@@ -77,22 +77,28 @@ class SpilledRequest:
         self._chain = chain
         self._layers = layers
         self._tokens = tokens
+        self._keys: list[SpillKey] = []
         self.recalled = 0
         """Its first windows that come from the store."""
         self.originals: torch.Tensor | None = None
         """Those, uint8 ``[windows, L, bytes]``, until its first launch has put them in place."""
         self.written = 0
         """Its first windows that need not be written any more."""
+        self.is_not_worth_it = False
+        """Whether it was found to be computed faster than read."""
 
     def keys(self, windows: range) -> list[SpillKey]:
         """Names of windows, fewer if the host does not know all tokens of them yet."""
-        known = len(self._chain.hashes)
+        known = len(self._keys)
         if windows.stop > known:
             size = self._chain.window
             tokens = self._tokens()[known * size : windows.stop * size]
             self._chain.extend(tokens[: len(tokens) // size * size])
-        named = range(windows.start, min(windows.stop, len(self._chain.hashes)))
-        return [self._chain.key(window, self._layers, Kind.ORIGINAL) for window in named]
+            self._keys += [
+                self._chain.key(window, self._layers, Kind.ORIGINAL)
+                for window in range(known, len(self._chain.hashes))
+            ]
+        return self._keys[windows.start : windows.stop]
 
 
 @dataclass
@@ -160,6 +166,12 @@ _LONGEST_READ_SECONDS = 5.0
 
 _FEWEST_TIMED_TOKENS = 256
 """Launches of fewer tokens say little of how long a prefix takes."""
+
+_CHANGING_FLAGS = (
+    *("dtype", "quantization", "kv_cache_dtype", "load_format", "revision"),
+    "json_model_override_args",
+)
+"""Flags of SGLang's under which the same files give other keys and values."""
 
 _LOOKUP_SECONDS = 0.2
 """How long admission waits to hear what a storage backend has; the local store says it at once."""
@@ -276,7 +288,8 @@ class SpillTier(NoSpill):
         count = found.index(False) if False in found else len(found)
         enough = matched if self._fidelity is PrefixFidelity.FULL else matched + 1
         worth = self.break_even.is_worth_it(count * self._record_bytes, count * self._window)
-        if count and count >= enough and not worth:
+        if count and count >= enough and not worth and not request.is_not_worth_it:
+            request.is_not_worth_it = True
             self.counters.not_worth_it += 1
         count = self._least(count if worth else 0)
         return count if count >= enough else 0
@@ -457,12 +470,7 @@ def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier
         return None
     parallel = get_parallel()
     rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
-    changes = (
-        server_args.dtype,
-        server_args.quantization,
-        server_args.json_model_override_args,
-        server_args.kv_cache_dtype,
-    )
+    changes = [str(getattr(server_args, name)) for name in _CHANGING_FLAGS]
     space = KeySpace(
         _fingerprint(server_args.model_path, *changes),
         str(manager.full_arena.keys.dtype),

@@ -7,7 +7,6 @@ import base64
 import json
 import re
 import time
-from fractions import Fraction
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -19,24 +18,23 @@ from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from mini_engine import MiniEngine
+from mini_engine import SMALL, MiniEngine
 from qevict_kernels import make_kernels
-from qevict_kernels.layout import WindowGeometry
-from qevict_tiers.config import TieringConfig
+from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.policy import Tier
 from sglang_qevict import colors, hooks
 from sglang_qevict.live import routes
 from sglang_qevict.live.look import LOOK, MAX_REQUESTS, look
 from sglang_qevict.live.routes import AskForKey, Looks, add_routes
 
-CONFIG = TieringConfig(budget=Fraction(3, 10), min_context=112, local=16)
+CONFIG = TieringConfig(**SMALL)
 
 
 def _engine(rows: int = 4) -> MiniEngine:
     return MiniEngine(
         lambda geometry, rotary: make_kernels(geometry, rotary, torch.device("cpu")),
         CONFIG,
-        WindowGeometry(num_q_heads=4, num_kv_heads=2, head_dim=64),
+        Heads(4, 2, 64),
         kv_tokens=1600,
         context=640,
         rows=rows,
