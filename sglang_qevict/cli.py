@@ -25,7 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-qevict",
         description="Fetch the embedded model, check this machine, see what tiers would do to a "
-        "text, watch those of a server, or put a server under stress; `sglang serve` starts the server.",
+        "text, watch those of a server, or put a server under stress; `sglang serve` starts the "
+        "server.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -94,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     stress = commands.add_parser(
         "stress",
         help="drive a running server with a mix of tenants, and report how it fares",
-        description="Sends what a mix (a YAML file, or a Mooncake trace) says to any SGLang server, "
-        "and writes tables, plots and a page. Exits with 1 when the server dies or something that "
-        "the mix requires is not reached.",
+        description="Sends what a mix (a YAML file, or a Mooncake trace) says to any SGLang "
+        "server, and writes tables, plots and a page. Exits with 1 when the server dies or "
+        "something that the mix requires is not reached.",
     )
     stress.add_argument(
         "mix", type=Path, help="a file like those in configs/stress, or a .jsonl trace"
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     alone.add_argument(
         "--baseline",
         action="store_true",
-        help="first serve some sessions of each tenant alone: for slowdown, fairness, equal answers",
+        help="first serve some sessions of each tenant alone: for slowdown and equal answers",
     )
     alone.add_argument(
         "--baseline-from",

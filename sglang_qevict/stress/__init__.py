@@ -1,4 +1,4 @@
-"""`sglang-qevict stress`: a mix of tenants against a running server, and a report of how it fared."""
+"""`sglang-qevict stress`: a mix of tenants against a running server, and how it fared."""
 
 from __future__ import annotations
 

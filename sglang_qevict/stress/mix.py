@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
-    "KIND_DEFAULTS", "MAX_LINES", "Arrival", "CheckKind", "Distribution", "Kind", "Mix", "Problem", "Process",
-    "Requirements", "Tenant", "TraceFile", "read_mix", "trace_mix",
+    "KIND_DEFAULTS", "MAX_LINES", "Arrival", "CheckKind", "Distribution", "Kind", "Mix", "Problem",
+    "Process", "Requirements", "Tenant", "TraceFile", "read_mix", "trace_mix",
 ]  # fmt: skip
 
 
@@ -400,8 +400,8 @@ class _Reader:
         for key in data:
             if key != "process" and key not in allowed:
                 raise Problem(
-                    f"{self._path}: {where}.{key} does not fit process {process.value}, which takes "
-                    f"{' and '.join(allowed)}: leave it out"
+                    f"{self._path}: {where}.{key} does not fit process {process.value}, which "
+                    f"takes {' and '.join(allowed)}: leave it out"
                 )
         parsers: dict[str, Callable[[Any, str], Any]] = {
             "rate": self._positive, "size": self._integer(1),

@@ -285,6 +285,7 @@ def _plot_latency(figure: Figure, rows: Sequence[TenantSummary]) -> None:
         axes.set_axisbelow(True)
         _plain_numbers(axes)
     _name_tenants(first, [row.tenant for row in rows])
+    token.tick_params(axis="y", length=0)
 
 
 def _plain_numbers(axes: Axes) -> None:
@@ -292,7 +293,9 @@ def _plain_numbers(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+    axes.xaxis.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,), numticks=12)
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
@@ -357,6 +360,7 @@ def _plot_load(figure: Figure, run: Run) -> None:
     top.stackplot(times, running, waiting, colors=(colors.FULL, "#d4d9e1"),
                   labels=("being answered", "waiting for a first token"), step="post")  # fmt: skip
     top.set_ylabel("requests")
+    top.yaxis.get_major_locator().set_params(integer=True)
     _legend(top)
     middles = [(a + b) / 2 for a, b in pairwise(times)]
     rates = [
@@ -430,12 +434,12 @@ def _plot_moves(figure: Figure, samples: Sequence[Sample]) -> None:
     bottom.set_ylim(bottom=0)
     bottom.set_xlim(0, max(sample.at_seconds for sample in samples))
     bottom.set_xlabel("seconds")
-    if bottom.has_data():
-        _legend(bottom)
+    _legend(bottom)
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _plot_fairness(figure: Figure, rows: Sequence[TenantSummary], fair: Fairness) -> None:

@@ -58,7 +58,7 @@ def _parse(line: str, where: str) -> TraceRequest:
     ids = isinstance(blocks, list) and all(type(number) is int for number in blocks)
     if type(timestamp) not in (int, float) or timestamp < 0 or not lengths or not ids:
         raise Problem(
-            f"{where}: timestamp must be 0 or more, both lengths whole numbers above 0 and hash_ids "
-            "a list of whole numbers: give a Mooncake trace"
+            f"{where}: timestamp must be 0 or more, both lengths whole numbers above 0 and "
+            "hash_ids a list of whole numbers: give a Mooncake trace"
         )
     return TraceRequest(timestamp / 1e3, tokens, output, tuple(blocks))
