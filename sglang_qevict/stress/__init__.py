@@ -49,8 +49,11 @@ def run(
         mix = read_mix(mix_path)
     except ImportError as error:
         raise Problem(f"{error.name} is missing: pip install 'sglang-qevict[stress]'") from None
-    given = {"seed": seed, "seconds": seconds}
-    mix = dataclasses.replace(mix, **{k: v for k, v in given.items() if v is not None})
+    mix = dataclasses.replace(
+        mix,
+        seed=mix.seed if seed is None else seed,
+        seconds=mix.seconds if seconds is None else seconds,
+    )
     alone = _read_baseline(baseline_from) if baseline_from else []
     try:
         directory.mkdir(parents=True, exist_ok=True)

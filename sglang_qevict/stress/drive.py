@@ -270,8 +270,10 @@ class Driver:
         watchers = [asyncio.ensure_future(self._sample()), asyncio.ensure_future(self._show())]
         tasks: list[asyncio.Future[None]] = []
         for tenant in self.mix.tenants:
-            sessions = self.workload.open_sessions(tenant)
-            tasks += [asyncio.ensure_future(self._later(session)) for session in sessions]
+            tasks += [
+                asyncio.ensure_future(self._later(tenant, number, at_seconds))
+                for number, at_seconds in enumerate(self.workload.times(tenant))
+            ]
             if tenant.trace is None and tenant.arrival.process is Process.CLOSED:
                 tasks += [
                     asyncio.ensure_future(self._loop(tenant, user))
@@ -294,9 +296,9 @@ class Driver:
         self.tokens = 0
         self.sent.clear()
 
-    async def _later(self, session: Session) -> None:
-        await asyncio.sleep(max(0.0, session.at_seconds - self.elapsed))
-        await self._converse(session, self.run.records)
+    async def _later(self, tenant: Tenant, number: int, at_seconds: float) -> None:
+        await asyncio.sleep(max(0.0, at_seconds - self.elapsed))
+        await self._converse(self.workload.session(tenant, number), self.run.records)
 
     async def _loop(self, tenant: Tenant, user: int) -> None:
         """One user of a closed loop: session after session while the mix lasts."""

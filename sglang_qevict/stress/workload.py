@@ -146,7 +146,6 @@ class Session:
     tenant: Tenant
     number: int
     turns: tuple[Turn, ...]
-    at_seconds: float = 0.0
 
 
 class Workload:
@@ -165,24 +164,21 @@ class Workload:
             tenant.name: read_trace(tenant.trace.path) for tenant in mix.tenants if tenant.trace
         }
 
-    def open_sessions(self, tenant: Tenant) -> list[Session]:
-        """All sessions of a tenant that begin at set times; none of a closed loop."""
+    def times(self, tenant: Tenant) -> list[float]:
+        """Seconds at which a tenant's sessions begin, the first one first; none in a closed loop."""
         if tenant.trace is None:
-            rng = self._rng(tenant, "arrivals")
-            times = list(arrivals(tenant.arrival, self.mix.seconds, rng))
-        else:
-            times = [line.at_seconds / tenant.trace.speed for line in self._traces[tenant.name]]
-            times = [seconds for seconds in times if seconds < self.mix.seconds]
-        return [self.session(tenant, number, at) for number, at in enumerate(times)]
+            return list(arrivals(tenant.arrival, self.mix.seconds, self._rng(tenant, "arrivals")))
+        times = [line.at_seconds / tenant.trace.speed for line in self._traces[tenant.name]]
+        return [seconds for seconds in times if seconds < self.mix.seconds]
 
-    def session(self, tenant: Tenant, number: int, at_seconds: float = 0.0) -> Session:
+    def session(self, tenant: Tenant, number: int) -> Session:
         """One session; a trace has no more than its lines."""
         rng = self._rng(tenant, number)
         if tenant.trace is not None:
             turns = [self._traced(tenant, self._traces[tenant.name][number])]
         else:
             turns = self._turns(tenant, number, rng)
-        return Session(tenant, number, self._fitting(turns), at_seconds)
+        return Session(tenant, number, self._fitting(turns))
 
     def num_sessions(self, tenant: Tenant) -> float:
         """How many there are: infinitely many but of a trace."""
