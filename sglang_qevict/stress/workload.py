@@ -165,7 +165,7 @@ class Workload:
         }
 
     def times(self, tenant: Tenant) -> list[float]:
-        """Seconds at which a tenant's sessions begin, the first one first; none in a closed loop."""
+        """Seconds at which a tenant's sessions begin, in order; none in a closed loop."""
         if tenant.trace is None:
             return list(arrivals(tenant.arrival, self.mix.seconds, self._rng(tenant, "arrivals")))
         times = [line.at_seconds / tenant.trace.speed for line in self._traces[tenant.name]]
