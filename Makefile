@@ -1,6 +1,7 @@
 # make serve     a server with the embedded model on port 30000      (MODEL=…  another model, ARGS=…  more flags)
 # make serve-gpu a server on an NVIDIA GPU                            (MODEL=…  a model, ARGS=…  more flags)
 # make demo      a chat about a long text, with tiers and then without, in five to ten minutes
+# make stress    a mix of tenants against a running server           (MIX=…  a file, ARGS=…  address and flags)
 # make test      the quick tests                                     (make test-full  all of them)
 # make test-monitoring  Prometheus against a real server: every expression of dashboards, rules and alerts
 # make quality   what tiers cost in quality, in two hours            (make rivals     other methods at the same bytes)
@@ -16,7 +17,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 SOURCES := sglang_qevict tiers kernels monitoring tests benchmarks
 
-.PHONY: install serve serve-gpu demo test test-full test-monitoring quality rivals check lint format clean distclean
+.PHONY: install serve serve-gpu demo stress test test-full test-monitoring quality rivals check lint format clean distclean
 
 install: $(INSTALLED)
 
@@ -41,6 +42,11 @@ serve-gpu: install
 
 demo: install
 	$(BIN)/python -m sglang_qevict.demo $(ARGS)
+
+MIX ?= configs/stress/quick.yaml
+
+stress: install
+	exec $(BIN)/sglang-qevict stress $(MIX) $(ARGS)
 
 # Tests that start servers follow one at a time: each needs the whole machine for what it times.
 test: install $(OLD_TRITON)

@@ -25,7 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-qevict",
         description="Fetch the embedded model, check this machine, see what tiers would do to a "
-        "text, or watch those of a server; `sglang serve` starts the server.",
+        "text, watch those of a server, or put a server under stress; `sglang serve` starts the "
+        "server.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -91,6 +92,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     diagnose.set_defaults(run=_diagnose, hint=" (--kv-tiering-* flags go after --)")
 
+    stress = commands.add_parser(
+        "stress",
+        help="drive a running server with a mix of tenants, and report how it fares",
+        description="Sends what a mix (a YAML file, or a Mooncake trace) says to any SGLang "
+        "server, and writes tables, plots and a page. Exits with 1 when the server dies or "
+        "something that the mix requires is not reached.",
+    )
+    stress.add_argument(
+        "mix", type=Path, help="a file like those in configs/stress, or a .jsonl trace"
+    )
+    stress.add_argument(
+        "address",
+        nargs="?",
+        default="http://127.0.0.1:30000",
+        help="of the server (default: %(default)s)",
+    )
+    stress.add_argument("--api-key", metavar="KEY", help="the server's --api-key")
+    stress.add_argument("--seed", type=int, help="instead of the mix's own")
+    stress.add_argument(
+        "--seconds", type=_duration, help="how long sessions begin, instead of the mix's own"
+    )
+    alone = stress.add_mutually_exclusive_group()
+    alone.add_argument(
+        "--baseline",
+        action="store_true",
+        help="first serve some sessions of each tenant alone: for slowdown and equal answers",
+    )
+    alone.add_argument(
+        "--baseline-from",
+        type=Path,
+        metavar="DIR",
+        help="take those of an earlier report that was made with --baseline",
+    )
+    stress.add_argument(
+        "--out",
+        type=Path,
+        default=Path("qevict-stress"),
+        help="directory of the report (default: ./qevict-stress)",
+    )
+    stress.set_defaults(run=_stress, hint="")
+
     top = commands.add_parser(
         "top",
         help="show in this terminal what the tiers of a running server hold and do",
@@ -114,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print one frame, after one interval")
     top.set_defaults(run=_top, hint="")
     return parser
+
+
+def _duration(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} s is not above 0")
+    return seconds
 
 
 def _seconds(text: str) -> float:
@@ -154,6 +203,27 @@ def _diagnose(args: argparse.Namespace) -> int:
         return 1
     print(page)
     return 0
+
+
+def _stress(args: argparse.Namespace) -> int:
+    from sglang_qevict.stress import Problem, run
+
+    try:
+        return run(
+            args.mix,
+            args.address,
+            args.api_key,
+            args.out,
+            seed=args.seed,
+            seconds=args.seconds,
+            baseline=args.baseline,
+            baseline_from=args.baseline_from,
+        )
+    except Problem as problem:
+        print(f"sglang-qevict: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _top(args: argparse.Namespace) -> int:
