@@ -35,8 +35,9 @@ def test_the_quick_mix_is_served_and_its_needles_are_found(
     assert totals["fairness_ratio"] >= 1
     # The server knows the tenants by the names that requests carry.
     assert report["tenants"]["oscillator"]["churn"] is not None
-    # A second turn reuses the first one.
-    assert report["tenants"]["agent"]["cached"] > 0.3
+    # A second turn reuses the first one; a slow machine gets to none within the mix's time.
+    agent = report["tenants"]["agent"]
+    assert agent["cached"] > 0.3 or agent["sent"] == 1
     for name in ("tiers.png", "moves.png", "fairness.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert server.metrics()  # it still answers
