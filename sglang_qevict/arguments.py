@@ -170,6 +170,11 @@ def _apply(server_args: Any, config: TieringConfig | None) -> None:
     server_args.attention_backend = NAME
     server_args.radix_cache_backend = NAME
     if server_args.disable_radix_cache:
+        if config.spills:
+            raise ValueError(
+                "--disable-radix-cache keeps nothing for later requests, but the SSD tier is there "
+                "for them: drop one of the two"
+            )
         # The tree stays, so that admission has one path; without reuse nothing enters it.
         config = replace(config, prefix_reuse=PrefixReuse.OFF)
         server_args.disable_radix_cache = False

@@ -69,10 +69,13 @@ def plan_capacity(
     default_running_requests: int,
     device: torch.device = _CPU,
     is_watched: bool = False,
+    mixes_chunks: bool = False,
 ) -> CapacityPlan:
     """Divide ``total_bytes`` into windows, tables, and what the kernels of a device keep.
 
-    ``is_watched``: whether metrics keep something about each window, too (``Wavering``).
+    ``chunk_tokens``: SGLang's ``chunked_prefill_size``. ``is_watched``: whether metrics keep
+    something about each window, too (``Wavering``). ``mixes_chunks``: whether each decoding
+    request takes a token of a chunk.
 
     Raises ``ValueError`` with what is needed if not even one request of ``min_context``
     tokens fits.
@@ -88,6 +91,8 @@ def plan_capacity(
         return _divide(budget, total, context_tokens, row_bytes, wanted)
 
     division = divide(total_bytes)
+    if mixes_chunks:
+        chunk_tokens = _left_of_chunk(chunk_tokens, budget.config.window, division.num_rows)
     claims = _row_claims(budget, division.arena_bytes, context_tokens, chunk_tokens)
     smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
     if division.num_pages < 1 or division.arena_bytes < smallest:
@@ -107,6 +112,13 @@ def plan_capacity(
         max_windows,
         claims,
     )
+
+
+def _left_of_chunk(chunk_tokens: int | None, window: int, decoding: int) -> int | None:
+    """The tokens that a prompt always gets of a chunk, whole windows, where others decode."""
+    if chunk_tokens is None or chunk_tokens < 1:
+        return chunk_tokens
+    return max(window, (chunk_tokens - decoding) // window * window)
 
 
 class _Division(NamedTuple):

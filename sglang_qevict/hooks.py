@@ -101,11 +101,12 @@ def config_from_budget(
             budget,
             total_bytes=pool_config.max_total_num_tokens * budget.token_bytes,
             context_tokens=model.context_len,
-            chunk_tokens=prompt_chunk_tokens(schedule, config.window, wanted or default),
+            chunk_tokens=schedule.chunked_prefill_size,
             max_running_requests=wanted,
             default_running_requests=default,
             device=torch.device(configurator.device),
             is_watched=runtime.metric_labels is not None,
+            mixes_chunks=schedule.enable_mixed_chunk,
         )
     if wanted and runtime.plan.num_rows < wanted:
         logger.warning(
@@ -115,17 +116,6 @@ def config_from_budget(
             runtime.plan.num_rows,
         )
     return replace(pool_config, max_total_num_tokens=runtime.plan.max_tokens)
-
-
-def prompt_chunk_tokens(schedule: Any, window: int, running_requests: int) -> int | None:
-    """The tokens of a chunk that prompts always get, whole windows; None or -1 without chunks.
-
-    With mixed chunks each decoding request takes one of SGLang's ``chunked_prefill_size``.
-    """
-    tokens: int | None = schedule.chunked_prefill_size
-    if tokens is None or tokens < 1 or not schedule.enable_mixed_chunk:
-        return tokens
-    return max(window, (tokens - running_requests) // window * window)
 
 
 def resolve_max_num_reqs(result: int, configurator: Any, token_capacity: int) -> int:

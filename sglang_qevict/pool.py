@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from qevict_tiers.observer import Shortage
 from sglang_qevict.admission import TieredPrefillBudget
@@ -33,28 +33,14 @@ class TieredKVPool(MHATokenToKVPool):
         """Bytes of windows and tables together, for SGLang's log."""
         return runtime.require_plan().total_bytes
 
-    def set_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: Any,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Write new tokens (``[T, Hkv, D]`` each) to their FULL windows."""
-        loc, _, _ = unwrap_write_loc(loc_info)
-        manager = runtime.require_state().manager
-        manager.store(layer.layer_id - self.start_layer, loc, cache_k, cache_v)
-
-    def get_kv_buffer(self, layer_id: int) -> Any:
-        """Always raises: tiered windows can't be read as one buffer."""
+    def get_kv_buffer(self, *args: Any, **kwargs: Any) -> Any:
+        """Always raises: tiered windows are not one buffer."""
         raise RuntimeError(
-            "tiered KV windows can only be read by --attention-backend qevict, but something "
-            f"asked for the buffer of layer {layer_id}"
+            "only the attention backend qevict reads and writes tiered KV windows, but this model "
+            "wants a buffer of its own: drop --kv-tiering, or serve another model"
         )
 
-    get_key_buffer = get_value_buffer = get_kv_buffer
+    get_key_buffer = get_value_buffer = set_kv_buffer = get_kv_buffer
 
 
 class TieredAllocator(PagedTokenToKVPoolAllocator):

@@ -82,6 +82,11 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         _is_set("enable_unified_cache_external_linker"),
         _OWN_TIERS,
     ),
+    Refusal(
+        "--enable-memory-saver",
+        _is_set("enable_memory_saver"),
+        "the arena of windows can't be given back while the server runs",
+    ),
     Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), _OWN_TIERS),
     Refusal("--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), _ROW_SHAPE),
     Refusal("--enable-kv-cache-sharding", _is_set("enable_kv_cache_sharding"), _ROW_SHAPE),

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.utils.rank_consensus_checker import assert_same, rank_consensus
 
 from qevict_kernels.transfers import to_device
@@ -175,12 +176,17 @@ class TieringState:
     def most_beside_a_prefix(self, prompt_tokens: int) -> int | None:
         """What a request may generate on an empty server that keeps its whole prompt for others.
 
-        None if nothing is kept, or not even the prompt fits beside it.
+        None if nothing is kept, or it would get little beside it: less than SGLang expects of any
+        answer, and less than half of what it gets without.
         """
         if not self._reuses:
             return None
-        shared = prompt_tokens // self._window
-        return self.ledger.max_new_tokens(prompt_tokens, self.plan.max_tokens, shared)
+        limit = self.plan.max_tokens
+        free = self.ledger.max_new_tokens(prompt_tokens, limit)
+        beside = self.ledger.max_new_tokens(prompt_tokens, limit, prompt_tokens // self._window)
+        if free is None or beside is None:
+            return None
+        return beside if beside >= min(CLIP_MAX_NEW_TOKENS, free // 2) else None
 
     def publishable_tokens(self, row: int) -> int:
         """Leading tokens of a row that may be kept if it ends now: no more than were launched."""
@@ -291,6 +297,8 @@ class TieringState:
     def clear(self) -> None:
         """Everything was flushed (auxiliary cache)."""
         self._changed = True
+        # What has finished is still to be written to the SSD tier.
+        self.drain()
         self.ledger.clear()
         self._events.clear()
         self._prepared = ([], [])

@@ -33,12 +33,19 @@ def make_plan(
     chunk_tokens: int | None = 2048,
     context_tokens: int = 8192,
     max_running_requests: int | None = 8,
+    mixes_chunks: bool = False,
     **options: Any,
 ) -> CapacityPlan:
     config = TieringConfig(**options)
     budget = WindowBudget(config, config.geometry(HEADS), LAYERS)
     return plan_capacity(
-        budget, tokens * TOKEN_BYTES, context_tokens, chunk_tokens, max_running_requests, 64
+        budget,
+        tokens * TOKEN_BYTES,
+        context_tokens,
+        chunk_tokens,
+        max_running_requests,
+        64,
+        mixes_chunks=mixes_chunks,
     )
 
 
@@ -78,6 +85,30 @@ def test_a_plan_gives_more_tokens_the_smaller_the_budget_and_never_more_bytes(
     assert plan.arena_bytes <= plan.total_bytes
     assert plan.max_tokens <= tokens / Fraction(budget)
     assert plan.max_windows * 8 >= context_tokens
+
+
+@pytest.mark.parametrize(
+    ("chunk", "mixes", "left"),
+    [(2048, False, 2048), (2048, True, 2040), (20, True, 8), (8, True, 8)],
+)
+def test_prompts_are_planned_with_what_decoding_requests_leave_of_a_chunk(
+    chunk: int, mixes: bool, left: int
+) -> None:
+    assert make_plan(chunk_tokens=chunk, mixes_chunks=mixes).claims.chunk_tokens == left
+
+
+def test_only_requests_that_can_run_take_of_a_chunk() -> None:
+    plan = make_plan(max_running_requests=2048, mixes_chunks=True)
+    assert plan.num_rows < 2048
+    assert plan.claims.chunk_tokens == (2048 - plan.num_rows) // 8 * 8
+
+
+@pytest.mark.parametrize("chunk", [512, 16_384])
+def test_with_the_whole_budget_a_long_prompt_takes_chunks_of_any_size(chunk: int) -> None:
+    claims = make_plan(budget=Fraction(1), chunk_tokens=chunk).claims
+    for prompt in (600, 7_000, 15_000):
+        assert claims.chunk_limit(prompt, 8) == prompt - 8
+        assert not claims.needs_one_chunk(prompt)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 500])

@@ -120,24 +120,6 @@ def test_an_answer_of_no_stated_length_leaves_room_for_a_prefix(
 
 
 @pytest.mark.parametrize(
-    ("chunk", "mixed", "expected"),
-    [
-        (None, True, None),
-        (-1, True, -1),
-        (2048, False, 2048),
-        (2048, True, 1984),
-        (100, True, 32),
-        (64, True, 8),
-    ],
-)
-def test_prompts_are_planned_with_what_decoding_requests_leave_of_a_chunk(
-    chunk: int | None, mixed: bool, expected: int | None
-) -> None:
-    schedule = SimpleNamespace(chunked_prefill_size=chunk, enable_mixed_chunk=mixed)
-    assert hooks.prompt_chunk_tokens(schedule, window=8, running_requests=64) == expected
-
-
-@pytest.mark.parametrize(
     ("model", "cache"),
     [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
 )

@@ -95,6 +95,17 @@ def test_a_recalled_request_is_bit_for_bit_one_that_computed_its_prompt(
     assert again.problems() == []
 
 
+def test_a_flush_right_after_a_request_loses_nothing_of_it() -> None:
+    store = MemoryStore()
+    engine = make_engine(store)
+    engine.start(1, 90, DOCUMENT)
+    engine.extend({1: 90})
+    engine.finish(1, publish=True)
+    engine.flush()
+    assert len(store.records) == 90 // WINDOW
+    assert engine.problems() == []
+
+
 def test_what_was_evicted_from_the_view_takes_part_again() -> None:
     store = MemoryStore()
     engine = make_engine(store)

@@ -40,7 +40,7 @@ def make_engine(
 def test_bytes_by_kind_sum_to_what_the_arena_holds(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "_COUNTED_AT_ONCE", at_once)
+    monkeypatch.setattr(manager, "_AT_ONCE", at_once)
     engine = make_engine(Promotion.DEQUANTIZE)
     engine.start(1, 300)
     engine.extend({1: 300})
@@ -136,3 +136,28 @@ def test_what_can_not_be_coded_is_evicted_from_its_view_alone(
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert f"layer {layer} has" in warnings[0]
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_views_end_together_however_many_windows_are_looked_at_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_AT_ONCE", at_once)
+    engine = make_engine(Promotion.ALIAS)
+    for name in (1, 2):
+        engine.start(name, 150 * name)
+        engine.extend({name: 150 * name})
+    engine.decode([1, 2])
+    windows = engine.manager.occupancy()
+    tiers = torch.cat([engine.tiers(1), engine.tiers(2)], 1)
+    for found, tier in (
+        (windows.full, Tier.FULL),
+        (windows.coded, Tier.CODED),
+        (windows.evicted, Tier.EVICTED),
+    ):
+        assert sum(found) > 0
+        assert found == (tiers == tier).sum(1).tolist()
+    engine.finish(1)
+    engine.finish(2)
+    assert engine.problems() == []
+    assert engine.manager.arena.used_bytes == 0

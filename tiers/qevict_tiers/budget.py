@@ -7,9 +7,10 @@ with the bytes that this implementation really uses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import floor
 
 from qevict_kernels.layout import WindowGeometry
@@ -151,13 +152,18 @@ class WindowBudget:
         """True if a request of this length is routed at all."""
         return tokens > self.config.min_context and not self.keeps_everything
 
-    def capacities(self, tokens: int) -> Capacities:
-        """``K_f`` and ``K_q`` of one tiered layer of a routed request.
+    @cached_property
+    def capacities(self) -> Callable[[int], Capacities]:
+        """``K_f`` and ``K_q`` of one tiered layer of a routed request, by its length in tokens.
 
         ``B_total`` is the budget's share of whole windows; what coded windows leave
         unused goes to FULL ones, so that a budget of 1 keeps everything FULL whatever
         ``q`` is.
         """
+        # Asked several times for each row that is routed.
+        return lru_cache(maxsize=1 << 14)(self._capacities)
+
+    def _capacities(self, tokens: int) -> Capacities:
         start, end = self.history(tokens)
         length = end - start
         protected = self.num_windows(tokens) - length

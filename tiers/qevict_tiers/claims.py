@@ -76,8 +76,9 @@ class RowClaims:
     chunk_tokens: int
 
     def is_exact(self, prompt_tokens: int) -> bool:
-        """True if a prompt is routed only once, after its last token."""
-        return prompt_tokens <= max(self.exact_prefill_tokens, self.chunk_tokens)
+        """True if a prompt is routed only once, after its last token, if at all."""
+        at_most = max(self.exact_prefill_tokens, self.chunk_tokens)
+        return self.budget.keeps_everything or prompt_tokens <= at_most
 
     def prompt_routing(self, prompt_tokens: int) -> PromptRouting:
         """How a prompt is routed by its end."""
@@ -88,7 +89,8 @@ class RowClaims:
 
     def needs_one_chunk(self, prompt_tokens: int) -> bool:
         """True if a prompt may not be divided."""
-        return self.exact_prefill_tokens < prompt_tokens <= self.chunk_tokens
+        is_too_long = prompt_tokens > self.exact_prefill_tokens and not self.budget.keeps_everything
+        return is_too_long and prompt_tokens <= self.chunk_tokens
 
     def routing_point(self, prompt_tokens: int, end: int) -> int | None:
         """``end`` if a row must be routed after a chunk of its prompt that ends there.
@@ -461,10 +463,10 @@ class ClaimLedger:
         limited = []
         newest_first = list(reversed(self._rows.items()))
         for row, state in sorted(newest_first, key=lambda item: item[1].is_unlimited):
-            if excess() <= 0:
-                break
             if state.next_claim == state.least:
                 continue
+            if excess() <= 0:
+                break
             shared = state.sharing.shared
             tokens = max(state.stored, state.prompt.tokens)
             windows = self.claims.budget.num_windows(tokens)
@@ -487,7 +489,8 @@ class ClaimLedger:
         """Raises ``RuntimeError`` if more was granted than there is."""
         if self.total_bytes > self.capacity_bytes:
             raise RuntimeError(
-                f"KV tiering granted {self.total_bytes} bytes of {self.capacity_bytes}"
+                f"KV tiering granted {self.total_bytes} bytes of {self.capacity_bytes}, which is a "
+                "fault of its own: please report it, with the server's flags and its log"
             )
 
     def total_if_decoded(self, rows: Iterable[int]) -> int:

@@ -30,8 +30,8 @@ __all__ = ["AtHand", "Occupancy", "StorePlaces", "TierManager"]
 
 logger = logging.getLogger(__name__)
 
-_COUNTED_AT_ONCE = 1 << 20
-"""Windows of views that a report looks at together, some 20 bytes each."""
+_AT_ONCE = 1 << 20
+"""Windows, each layer's counted, that are looked at together: some 100 bytes each for a moment."""
 
 
 class StorePlaces(NamedTuple):
@@ -247,6 +247,12 @@ class TierManager:
 
     def close(self, rows: list[int]) -> None:
         """End views: their copies are released."""
+        width = max((self.open_rows[row] for row in rows), default=0)
+        step = self._at_once(width)
+        for first in range(0, len(rows), step):
+            self._close(rows[first : first + step])
+
+    def _close(self, rows: list[int]) -> None:
         index, owners, tier = self._views(rows)
         has_full = (tier == Tier.FULL) & (self.arena.full.table[owners] >= 0)
         has_codes = self._holds_codes(tier, owners, self.views.keeps_codes(index, tier.shape[-1]))
@@ -261,10 +267,9 @@ class TierManager:
         """Forget all rows, pages and copies."""
         self.arena.clear()
         self.kept.zero_()
-        if self.open_rows:
-            index, _, tier = self._views(self.open_rows)
-            self.views.close(index, tier.shape[-1])
-            self.observer.closed(list(self.open_rows))
+        if rows := list(self.open_rows):
+            self.views.close(to_device(rows, self.device), max(self.open_rows.values()))
+            self.observer.closed(rows)
         self.open_rows.clear()
 
     # -- reuse of pages -----------------------------------------------------------
@@ -331,9 +336,10 @@ class TierManager:
 
     def drop(self, pages: torch.Tensor) -> None:
         """Keep pages (int64 ``[n]``) no longer."""
-        full, coded, owners = self._kept_copies(pages)
-        self.arena.full.release(self._select(full, owners))
-        self.arena.coded.release(self._select(coded, owners))
+        for some in pages.split(self._at_once(1)):
+            full, coded, owners = self._kept_copies(some)
+            self.arena.full.release(self._select(full, owners))
+            self.arena.coded.release(self._select(coded, owners))
         self.kept[pages] = Keep.NOTHING
 
     def _kept_copies(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -603,6 +609,10 @@ class TierManager:
             self.views.tier[:, index, :width],
         )
 
+    def _at_once(self, windows: int) -> int:
+        """How many rows of so many windows to look at together."""
+        return max(1, _AT_ONCE // (self.num_layers * max(1, windows)))
+
     def read_counters(self) -> dict[Counter, int]:
         """All totals; warns, once, of windows that can't be coded (waits for the device)."""
         self._warn_of_refused()
@@ -617,8 +627,7 @@ class TierManager:
         index = to_device(list(self.open_rows), self.device)
         width = max(self.open_rows.values(), default=0)
         pages = self.views.page_table[index, :width].to(torch.int64)
-        # A few layers at a time: views of all would take much memory for a moment.
-        step = max(1, _COUNTED_AT_ONCE // max(1, pages.numel()))
+        step = max(1, _AT_ONCE // max(1, pages.numel()))
         for first in range(0, self.num_layers, step):
             layers = slice(first, min(first + step, self.num_layers))
             tier = self.views.tier[layers, index, :width]
@@ -648,13 +657,13 @@ class TierManager:
 
     def occupancy(self) -> Occupancy:
         """Windows per tier and layer, over all open rows (waits for the device)."""
-        _, _, tier = self._views(self.open_rows)
-
-        def per_layer(kind: Tier) -> list[int]:
-            counts: list[int] = (tier == kind).flatten(1).sum(1).tolist()
-            return counts
-
-        return Occupancy(per_layer(Tier.FULL), per_layer(Tier.CODED), per_layer(Tier.EVICTED))
+        index, windows = to_device(list(self.open_rows), self.device), sum(self.open_rows.values())
+        full, coded = (
+            counts[:, index].sum(1).tolist()
+            for counts in (self.views.num_full, self.views.num_coded)
+        )
+        evicted = [windows - seen for seen in map(sum, zip(full, coded, strict=True))]
+        return Occupancy(full, coded, evicted)
 
     def check_integrity(self) -> list[str]:
         """What is wrong with copies, tables and views; empty when nothing is.
