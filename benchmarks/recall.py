@@ -6,7 +6,7 @@ gets its own answers back. The prompts of turns two to five are then sent once m
 salt of its own, so that the same server computes all of them.
 
 found         facts whose number is in the answer
-of_stock      share of the facts that stock found which are found here, too
+of_full      share of the facts that stock found which are found here, too
 cached        mean share of a later turn's prompt that was reused or recalled
 ttft_ms       time to first token of later turns, median
 recompute_ms  of the same prompts when nothing of them is cached, median
@@ -61,7 +61,7 @@ RECALL_COLUMNS = (
     Column("context", "context", ".0f"),
     Column("facts", "facts", "d"),
     Column("found", "found", "d"),
-    Column("of_stock", "of what stock found", ".0%"),
+    Column("of_full", "of what stock found", ".0%"),
     Column("cached", "cached", ".0%"),
     Column("ttft_ms", "TTFT ms", ".0f"),
     Column("recompute_ms", "computed ms", ".0f"),
@@ -121,11 +121,16 @@ def converse(server: Server, number: int, characters: int) -> Conversation:
     return result
 
 
-def recall_row(name: str, talks: list[Conversation], known: set[tuple[int, str]]) -> Row:
-    """One server's row; ``known``: what stock found, by document and city."""
-    found = {
+def facts_found(talks: list[Conversation]) -> set[tuple[int, str]]:
+    """Facts that were found, by document and city."""
+    return {
         (i, city) for i, talk in enumerate(talks) for city, is_in in talk.found.items() if is_in
     }
+
+
+def recall_row(name: str, talks: list[Conversation], known: set[tuple[int, str]]) -> Row:
+    """One server's row; ``known``: the facts that stock found."""
+    found = facts_found(talks)
 
     def middle(values: list[list[float]]) -> float:
         return statistics.median([value for each in values for value in each])
@@ -136,7 +141,7 @@ def recall_row(name: str, talks: list[Conversation], known: set[tuple[int, str]]
         "batch": 1,
         "facts": QUESTIONS * len(talks),
         "found": len(found),
-        "of_stock": len(found & known) / max(1, len(known)),
+        "of_full": len(found & known) / max(1, len(known)),
         "cached": statistics.mean([share for talk in talks for share in talk.cached]),
         "ttft_ms": middle([talk.first_seconds for talk in talks]) * 1e3,
         "recompute_ms": middle([talk.computed_seconds for talk in talks]) * 1e3,
@@ -160,12 +165,7 @@ def measure_recall(options: argparse.Namespace) -> list[Row]:
                 with servers.running(name) as server:
                     talks[name].append(converse(server, number, options.characters))
                 bar.update()
-    known = {
-        (number, city)
-        for number, talk in enumerate(talks[STOCK])
-        for city, is_in in talk.found.items()
-        if is_in
-    }
+    known = facts_found(talks[STOCK])
     return [recall_row(name, talks[name], known) for name in names]
 
 
