@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from report import Column, Row, begin, parser, print_table, write_json
-from servers import STOCK, TIERED, Servers
+from servers import STOCK, TIERED, Servers, chat
 from sglang_qevict.local_server import Server
 
 VARIANTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -40,7 +40,7 @@ COLUMNS = (
 Found = dict[tuple[int, str], bool]
 
 
-def document(number: int, characters: int) -> tuple[str, dict[str, str]]:
+def document(number: int, characters: int, num_facts: int = FACTS) -> tuple[str, dict[str, str]]:
     """A text of about so many characters with facts in it, and the facts: city to number."""
     from pydoc_data.topics import topics
 
@@ -48,21 +48,17 @@ def document(number: int, characters: int) -> tuple[str, dict[str, str]]:
     text = "\n".join(topics[name] for name in sorted(topics))
     start = random_of.randrange(len(text) - characters)
     paragraphs = text[start : start + characters].split("\n\n")
-    facts = {city: str(random_of.randrange(1000, 9999)) for city in random_of.sample(CITIES, FACTS)}
+    cities = random_of.sample(CITIES, num_facts)
+    facts = {city: str(random_of.randrange(1000, 9999)) for city in cities}
     for city, code in facts.items():
         place = random_of.randrange(1, len(paragraphs) - 1)
         paragraphs.insert(place, f"The access code of the {city} office is {code}.")
     return "\n\n".join(paragraphs), facts
 
 
-def ask(server: Server, messages: list[dict[str, str]]) -> tuple[str, float]:
-    """The answer, and which share of the prompt was cached."""
-    body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 32}
-    answer: dict[str, Any] = server.post("/v1/chat/completions", body)
-    usage = answer["usage"]
-    details = usage.get("prompt_tokens_details") or {}
-    text = str(answer["choices"][0]["message"]["content"])
-    return text, details.get("cached_tokens", 0) / usage["prompt_tokens"]
+def question(city: str) -> str:
+    """What asks for one fact."""
+    return f"What is the access code of the {city} office?"
 
 
 def search(server: Server, documents: int, characters: int, bar: Any) -> tuple[Found, float]:
@@ -72,15 +68,15 @@ def search(server: Server, documents: int, characters: int, bar: Any) -> tuple[F
     for number in range(documents):
         text, facts = document(number, characters)
         messages = [{"role": "user", "content": f"{text}\n\nWhat is this text about?"}]
-        answer, _ = ask(server, messages)
+        answer = chat(server, messages)
         for city, code in facts.items():
             messages += [
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": f"What is the access code of the {city} office?"},
+                {"role": "assistant", "content": answer.text},
+                {"role": "user", "content": question(city)},
             ]
-            answer, share = ask(server, messages)
-            cached.append(share)
-            found[number, city] = code in answer
+            answer = chat(server, messages)
+            cached.append(answer.cached_tokens / answer.prompt_tokens)
+            found[number, city] = code in answer.text
         bar.update()
     return found, sum(cached) / len(cached)
 

@@ -10,13 +10,14 @@ import http.client
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import psutil
 from tqdm import tqdm
 
@@ -36,9 +37,10 @@ FLAGS = (
 )
 """What both servers get, as in configs/serve.yaml; a suspended server needs a patient watchdog."""
 
-STOCK, TIERED = "stock", "tiered"
+STOCK, TIERED, SSD = "stock", "tiered", "ssd"
 NAMES = (STOCK, TIERED)
-"""What is usually compared; a preset's name is a tiered server with its options."""
+"""What is usually compared; SSD is a tiered server with an SSD tier, and a preset's name one with
+its options."""
 
 OMEGA = 8
 """Steps between two routing events, by default."""
@@ -49,22 +51,23 @@ TURN_STEPS, QUICK_TURN_STEPS = 3 * OMEGA, 2 * OMEGA
 _SETTLE_STEPS = 3
 """Steps after a resumption that are not measured: a suspended one, and cold caches."""
 
-_SPARE_TOKENS = 64
+_SPARE_TOKENS, _SPARE_TOKENS_A_TURN = 64, 16
 """What a server may have decoded ahead of its stream when it is suspended."""
 
 _PILED_UP_SECONDS = 1e-3
 """Tokens that follow each other faster were decoded before the suspension."""
 
 
-def tiering_flags(name: str, budget: float) -> tuple[str, ...]:
-    """The flags in which servers differ."""
+def tiering_flags(name: str, budget: float, directory: Path) -> tuple[str, ...]:
+    """The flags in which servers differ; ``directory``: where an SSD tier may have one."""
     if name == STOCK:
         return ("--kv-tiering", "none")
-    preset = DEFAULT_PRESET if name == TIERED else name
+    preset = DEFAULT_PRESET if name in (TIERED, SSD) else name
     return (
         *("--kv-tiering", "qevict"),
         *("--kv-tiering-preset", preset),
         *("--kv-tiering-budget", f"{budget:g}"),
+        *(("--kv-tiering-ssd-dir", str(directory / name)) if name == SSD else ()),
     )
 
 
@@ -73,13 +76,14 @@ class Servers:
 
     def __init__(self, *flags: str, budget: float, names: Sequence[str] = NAMES) -> None:
         self.names = tuple(names)
-        self._logs = tempfile.TemporaryDirectory(prefix="qevict-bench-")
+        self._directory = tempfile.TemporaryDirectory(prefix="qevict-bench-")
+        directory = Path(self._directory.name)
         self._servers = {
             name: Server(
                 *FLAGS,
-                *tiering_flags(name, budget),
+                *tiering_flags(name, budget, directory),
                 *flags,
-                log_path=Path(self._logs.name) / f"{name}.log",
+                log_path=directory / f"{name}.log",
                 env={"HF_HUB_OFFLINE": "1"},
                 request_seconds=3600,
             )
@@ -121,7 +125,7 @@ class Servers:
 
         with ThreadPoolExecutor() as threads:
             list(threads.map(stop, self._servers.values()))
-        self._logs.cleanup()
+        self._directory.cleanup()
 
     def processes(self) -> list[psutil.Process]:
         """All processes of all servers."""
@@ -163,6 +167,49 @@ class Texts:
         start = self._next
         self._next += tokens
         return self._ids[start : start + tokens]
+
+
+class Answer(NamedTuple):
+    """An answer to a conversation, and what it took: tokens of the prompt, those of them that
+    were cached (with ``--enable-cache-report``), seconds to the first token."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    first_seconds: float
+
+
+def chat(
+    server: Server, messages: Sequence[Mapping[str, str]], max_tokens: int = 32, **options: Any
+) -> Answer:
+    """The greedy answer to a conversation, streamed."""
+    body = {
+        "model": "default",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **options,
+    }
+    url, text, first = f"{server.url}/v1/chat/completions", "", None
+    usage: dict[str, Any] = {}
+    start = time.perf_counter()
+    with httpx.stream("POST", url, json=body, timeout=3600) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "choices" not in event:
+                raise RuntimeError(f"the server refused a question: {event}")
+            for choice in event["choices"]:
+                first = first or time.perf_counter() - start
+                text += choice["delta"].get("content") or ""
+            usage = event.get("usage") or usage
+    if first is None:
+        raise RuntimeError(f"the server did not answer: status {response.status_code}")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Answer(text, usage["prompt_tokens"], cached, first)
 
 
 class Batch:
@@ -237,6 +284,10 @@ class Batch:
                 raise RuntimeError("the batch ended before it was measured")
 
 
+Beside = Callable[[Server], AbstractContextManager[object]]
+"""What goes on at a server within a block."""
+
+
 def take_turns(
     servers: Servers,
     texts: Texts,
@@ -245,11 +296,13 @@ def take_turns(
     turns: int,
     turn_steps: int,
     bar: tqdm[Any],
+    beside: Beside = nullcontext,
 ) -> tuple[dict[str, list[list[float]]], float]:
     """Seconds of each step of each turn by server, and the cores that other programs took.
 
     The servers hold the same batch (see `start_batches`) and decode it in turns, the one that
     begins another one each time. ``bar`` goes on by one for each server and for each turn.
+    ``beside``: what else the server does meanwhile; when it ends, none of it is left.
     """
     cell = f"{context} x {batch}"
     bar.set_postfix_str(f"{cell}: prefills")
@@ -262,7 +315,7 @@ def take_turns(
     for turn in range(turns):
         bar.set_postfix_str(f"{cell}: turn {turn + 1} of {turns}")
         for name in servers.names if turn % 2 else servers.names[::-1]:
-            with servers.running(name):
+            with servers.running(name) as server, beside(server):
                 steps[name].append(batches[name].steps(turn_steps))
         bar.update()
     foreign = load.cores()
@@ -280,9 +333,10 @@ def start_batches(
     Each request has a text of its own, and ``context`` tokens in the middle of so many turns.
     """
     steps = turns * (turn_steps + _SETTLE_STEPS + 1)
+    most = steps + _SPARE_TOKENS + turns * _SPARE_TOKENS_A_TURN
     prompts = [texts.prompt(context - steps // 2) for _ in range(batch)]
     for name in servers.names:
         with servers.running(name) as server:
-            held = Batch(server, prompts, steps + _SPARE_TOKENS)
+            held = Batch(server, prompts, most)
             held.start()
         yield name, held

@@ -2,7 +2,8 @@
 
 What happens on the host is counted as it happens. What only the device knows (windows by tier,
 churn, LIR) is gathered there, and read at most once a second, without a wait, at a launch; and when
-the scheduler idles. SGLang's processes share their values through files, so every rank exports,
+the scheduler idles. The SSD tier's threads work on when it does, so what they count is exported
+until they rest, too. SGLang's processes share their values through files, so every rank exports,
 under its own labels.
 """
 
@@ -30,6 +31,7 @@ from qevict_tiers.wavering import Wavering
 from sglang_qevict.capacity import CapacityPlan
 from sglang_qevict.late import LateReader, Stopwatch
 from sglang_qevict.runtime import runtime
+from sglang_qevict.spill_metrics import export_spill, is_busy
 from sglang_qevict.state import TieringState
 from sglang_qevict.tenants import MAX_TENANTS, Tenants
 
@@ -133,6 +135,7 @@ class MetricsObserver(Observer):
         self._exporter = exporter
         self._state: TieringState | None = None
         self._next = 0.0
+        self._spill_is_busy = False
         self._launches: Tally[bool] = Tally()
         self._tenants = Tenants()
         self._tenant_of = [0] * num_rows
@@ -213,13 +216,24 @@ class MetricsObserver(Observer):
         return kernels if number % every else _Measured(kernels, self._sample)
 
     def launched(self) -> None:
-        now = monotonic()
-        if now >= self._next:
-            self._next = now + _INTERVAL_SECONDS
+        if self._is_due():
             self._publish()
 
     def idle(self) -> None:
         self._publish(wait=True)
+
+    def resting(self) -> None:
+        if self._spill_is_busy and self._is_due():
+            assert self._state is not None
+            self._export_spill(self._state)
+
+    def _is_due(self) -> bool:
+        """Whether it is time to export again; true once an interval."""
+        now = monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _INTERVAL_SECONDS
+        return True
 
     # -- what is exported ------------------------------------------------------------
 
@@ -247,6 +261,7 @@ class MetricsObserver(Observer):
         if state is None:
             return
         self._export_host(state)
+        self._export_spill(state)
         rows = list(state.manager.open_rows)
         note = _Rows(
             rows,
@@ -289,6 +304,12 @@ class MetricsObserver(Observer):
         tenants = Tally(self._tenant_of[row] for row in ledger)
         for number, name in enumerate(self._tenants.names):
             exporter.set(table.TENANT_REQUESTS, tenants[number], name)
+
+    def _export_spill(self, state: TieringState) -> None:
+        report = state.spill.report()
+        if report is not None:
+            export_spill(self._exporter, report)
+            self._spill_is_busy = is_busy(report)
 
     def _export_device(self, state: TieringState, numbers: list[float], open_rows: _Rows) -> None:
         rest = iter(numbers)

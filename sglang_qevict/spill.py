@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +38,18 @@ from qevict_tiers.spill.local import LocalMedium
 from qevict_tiers.spill.medium import Medium
 from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
 from qevict_tiers.spill.store import SpillStore
+from sglang_qevict.flags import OPTIONS, typed
 from sglang_qevict.spill_hicache import HiCacheMedium
 
-__all__ = ["BreakEven", "NoSpill", "RecallCounters", "SpillTier", "SpilledRequest", "open_spill"]
+__all__ = [
+    "BreakEven",
+    "NoSpill",
+    "Recall",
+    "RecallCounters",
+    "SpillTier",
+    "SpilledRequest",
+    "open_spill",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +60,67 @@ _MAX_READS = 1 << 16
 """More windows than a request has: a recall reads all of them at once."""
 
 
+class Recall(Enum):
+    """What became of a request whose beginning is in the store; all but RECALLED compute it.
+
+    NOT_WORTH_IT: reading would have taken longer. LATE: it was not read in time. DAMAGED, FOREIGN,
+    GONE, FAILED: a record had a wrong checksum, was of another size, had made room since it was
+    found, or the read failed. NO_ROOM: a rank had no pages for it. OTHER_RANK: this rank has it
+    all, and another one has not.
+    """
+
+    RECALLED = "recalled"
+    NOT_WORTH_IT = "not_worth_it"
+    LATE = "late"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    GONE = "gone"
+    FAILED = "failed"
+    NO_ROOM = "no_room"
+    OTHER_RANK = "other_rank"
+
+
+_FAILURES = {
+    ReadStatus.CORRUPT: Recall.DAMAGED,
+    ReadStatus.WRONG_SIZE: Recall.FOREIGN,
+    ReadStatus.ERROR: Recall.FAILED,
+    ReadStatus.MISS: Recall.GONE,
+    ReadStatus.LATE: Recall.LATE,
+    ReadStatus.BUSY: Recall.LATE,
+}
+"""What a reading makes of a recall; of several the first one here."""
+
+
 @dataclass
 class RecallCounters:
-    """What recalls did: requests, windows and bytes, since the start."""
+    """What recalls did, since the start. ``windows`` are those of ``requests``, in all layers."""
 
-    requests: int = 0
-    windows: int = 0
+    requests: Counter[Recall] = field(default_factory=Counter)
+    windows: Counter[Recall] = field(default_factory=Counter)
     bytes: int = 0
+    """Of what was recalled."""
     nanoseconds: int = 0
     """Time for which admission waited for reads."""
-    failed: int = 0
-    """Requests whose originals could not be read, or not in time: they were computed instead."""
-    not_worth_it: int = 0
-    """Requests that were computed, since reading would have taken longer."""
     prefetched: int = 0
     """Windows read because they came near the FULL tier (``--kv-tiering-promote restore``)."""
     late: int = 0
     """Windows that were still being read at a routing event, and stayed coded."""
+
+    def add(self, recall: Recall, windows: int) -> None:
+        """One request that has so many windows in the store."""
+        self.requests[recall] += 1
+        self.windows[recall] += windows
+
+    def report(self) -> dict[str, Any]:
+        """All of them by name, with all that may become of a request."""
+        return {
+            "requests": {recall.value: self.requests[recall] for recall in Recall},
+            "windows": {recall.value: self.windows[recall] for recall in Recall},
+            "bytes": self.bytes,
+            "nanoseconds": self.nanoseconds,
+            "prefetched": self.prefetched,
+            "late": self.late,
+        }
 
 
 class SpilledRequest:
@@ -290,7 +345,7 @@ class SpillTier(NoSpill):
         worth = self.break_even.is_worth_it(count * self._record_bytes, count * self._window)
         if count and count >= enough and not worth and not request.is_not_worth_it:
             request.is_not_worth_it = True
-            self.counters.not_worth_it += 1
+            self.counters.add(Recall.NOT_WORTH_IT, count)
         count = self._least(count if worth else 0)
         return count if count >= enough else 0
 
@@ -303,6 +358,7 @@ class SpillTier(NoSpill):
 
     def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
         if not self._least(int(wanted)):
+            self.counters.add(Recall.NO_ROOM, windows)
             return False
         budget = self.manager.budget
         shape = (windows, budget.num_layers, budget.full_bytes)
@@ -313,19 +369,19 @@ class SpillTier(NoSpill):
             request.keys(range(windows)), list(originals), deadline_seconds=patience
         )
         try:
-            whole = all(one.status is ReadStatus.HIT for one in reading.result(patience))
+            recall = _recall_of(reading.result(patience))
         except FutureTimeout:
-            whole = False
+            recall = Recall.LATE
         seconds = time.monotonic() - began
         self.break_even.read(originals.nbytes, seconds)
         self.counters.nanoseconds += int(seconds * 1e9)
-        if not self._least(int(whole)):
-            self.counters.failed += 1
+        is_whole = recall is Recall.RECALLED
+        if not self._least(int(is_whole)):
+            self.counters.add(Recall.OTHER_RANK if is_whole else recall, windows)
             return False
         request.recalled = request.written = windows
         request.originals = originals
-        self.counters.requests += 1
-        self.counters.windows += windows
+        self.counters.add(recall, windows)
         self.counters.bytes += originals.nbytes
         return True
 
@@ -456,8 +512,14 @@ class SpillTier(NoSpill):
         return {
             "usage": self.store.usage()._asdict(),
             "counters": self.store.counters.read(),
-            "recalls": asdict(self.counters),
+            "recalls": self.counters.report(),
         }
+
+
+def _recall_of(readings: Sequence[Reading]) -> Recall:
+    """What became of a request with these readings."""
+    found = {reading.status for reading in readings}
+    return next((_FAILURES[status] for status in _FAILURES if status in found), Recall.RECALLED)
 
 
 def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier | None:
@@ -477,6 +539,7 @@ def open_spill(runner: Any, manager: TierManager, first_layer: int) -> SpillTier
         config.window,
         tp_rank=rank,
         tp_size=size,
+        made=_made_under(config),
     )
     medium = _medium(config, space, f"dp{parallel.dp_rank or 0}-tp{rank}", manager)
     store = SpillStore(medium, queue_bytes=QUEUE_BYTES, max_reads=_MAX_READS)
@@ -500,6 +563,16 @@ def _medium(config: TieringConfig, space: KeySpace, rank: str, manager: TierMana
         raise ValueError(
             f"--kv-tiering-ssd-dir {config.ssd_dir} can't be used: {error}: name another directory"
         ) from None
+
+
+def _made_under(config: TieringConfig) -> str:
+    """The options that decide what attention sees, and so which keys and values come out.
+
+    Those of generated tokens, and of prompts behind a coded prefix or routed in segments, come
+    from attention to codes and without what was evicted.
+    """
+    seen = [option for option in OPTIONS if not option.field.startswith(("ssd_", "spill_"))]
+    return " ".join(f"{option.field}={typed(getattr(config, option.field))}" for option in seen)
 
 
 def _fingerprint(model: str, *changes: object) -> str:

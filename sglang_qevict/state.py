@@ -533,6 +533,7 @@ class TieringState:
         every copy and every view, for which requests would wait in a large cache.
         """
         if not self._changed:
+            self.observer.resting()
             return []
         self._changed = False
         if os.environ.get(CHECK_VARIABLE, "0") != "0":

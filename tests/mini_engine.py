@@ -30,6 +30,7 @@ from qevict_tiers.observer import Observer
 from qevict_tiers.policy import Tier
 from qevict_tiers.spill.keys import KeySpace, LayerSpan, SpillKey
 from qevict_tiers.spill.records import Reading, ReadStatus, Record, as_bytes
+from qevict_tiers.spill.store import SpillStore
 from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import CapacityPlan, plan_capacity
@@ -219,7 +220,7 @@ class MiniEngine:
         check: bool = False,
         rotary: RotaryTable | None = None,
         fixed_shapes: bool = False,
-        store: MemoryStore | None = None,
+        store: MemoryStore | SpillStore | None = None,
         watch: Watch | None = None,
     ) -> None:
         geometry = config.geometry(heads)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qevict_tiers.spill.file import SpillFile
 from qevict_tiers.spill.keys import KeySpace, Kind, SpillKey
-from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
+from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record, SpillCounters
 
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 """Where files are quick."""
@@ -47,6 +47,15 @@ def is_right(reading: Reading, number: int) -> bool:
         bytes(reading.payload) == payload(number, size)
         and reading.contents == record(number).contents
     )
+
+
+def adds_up(counters: SpillCounters) -> bool:
+    """Whether each record and each key that came ended in exactly one counter."""
+    c = counters
+    ends = (c.written, c.duplicate, c.superseded, c.dropped_queue_full, c.dropped_disk_full)
+    ends += (c.dropped_write_error, c.dropped_too_large, c.dropped_closed)
+    reads = (c.hits, c.misses, c.corrupt, c.read_errors, c.late, c.busy, c.wrong_size)
+    return c.put == sum(ends) and c.asked == sum(reads)
 
 
 class Crash(BaseException):

@@ -278,10 +278,10 @@ def test_other_refusals_stay_as_they_are() -> None:
 def test_the_page_has_the_colours_of_tiers_and_nothing_from_elsewhere() -> None:
     page = _app(_Manager(is_tiered=True)).get("/kv_tiering")
     light, dark = re.findall(r":root \{(.*?)\}", page.text, re.DOTALL)[:2]
-    for name in ("full", "coded", "protected", "evicted"):
+    for name in ("full", "coded", "protected", "evicted", "spilled"):
         assert f"--{name}: {getattr(colors, name.upper())}" in light
     assert f"--evicted: {colors.EVICTED_ON_DARK}" in dark
-    assert not re.findall(r"--(?:full|coded|protected):", dark)
+    assert not re.findall(r"--(?:full|coded|protected|spilled):", dark)
     addresses = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')\s>]+)", page.text)
     assert [address for address in addresses if not address.startswith("data:")] == []
     assert re.findall(r"https?://[^\"\s]+", page.text) == ["http://www.w3.org/2000/svg"]

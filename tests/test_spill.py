@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import fields, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +14,26 @@ import torch
 
 from mini_engine import SMALL, MemoryStore, MiniEngine, Text
 from qevict_kernels import make_kernels
-from qevict_tiers.config import Heads, PrefixFidelity, PrefixReuse, Promotion, TieringConfig
+from qevict_kernels.layout import ParamFormat
+from qevict_tiers.config import (
+    ByteSize,
+    Heads,
+    PrefillScores,
+    PrefixFidelity,
+    PrefixReuse,
+    Promotion,
+    TieringConfig,
+)
 from qevict_tiers.ledger import Counter
 from qevict_tiers.policy import Tier
+from qevict_tiers.spill.keys import SpillKey
+from qevict_tiers.spill.records import Reading, ReadStatus
 from sglang_qevict import spill as spill_module
-from sglang_qevict.spill import BreakEven, SpillTier
+from sglang_qevict.spill import BreakEven, Recall, SpillTier, _made_under
 
 DOCUMENT = Text(document=1, tokens=400)
+DOCUMENT_TOKENS = [-100_000 + position for position in range(400)]
+"""As the engine numbers them."""
 WINDOW = 8
 
 
@@ -210,21 +226,125 @@ class _Slow(MemoryStore):
         return Future()
 
 
-def test_what_is_not_read_in_time_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_module, "_LONGEST_READ_SECONDS", 0.05)
-    store = _Slow()
+class _Failing(MemoryStore):
+    """One of the records that are read is not there as it should be."""
+
+    def __init__(self, status: ReadStatus) -> None:
+        super().__init__()
+        self._status = status
+
+    def get(self, keys: Sequence[SpillKey], *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().get(keys, *args, **kwargs)
+        future.result()[len(keys) // 2] = Reading(self._status)
+        return future
+
+
+def written_and_evicted(store: MemoryStore) -> tuple[MiniEngine, SpillTier]:
+    """An engine whose store alone has the 50 windows of the document, and its tier."""
     engine = make_engine(store)
     serve(engine, 1, 400)
     engine.finish(1, publish=True)
     while engine.evict():
         pass
-    assert engine.start(2, 430, DOCUMENT) == 0
     spill = engine.state.spill
     assert isinstance(spill, SpillTier)
-    assert (spill.counters.failed, spill.counters.requests) == (1, 0)
+    return engine, spill
+
+
+@pytest.mark.parametrize(
+    ("store", "recall"),
+    [
+        (_Slow(), Recall.LATE),
+        (_Failing(ReadStatus.LATE), Recall.LATE),
+        (_Failing(ReadStatus.BUSY), Recall.LATE),
+        (_Failing(ReadStatus.CORRUPT), Recall.DAMAGED),
+        (_Failing(ReadStatus.WRONG_SIZE), Recall.FOREIGN),
+        (_Failing(ReadStatus.MISS), Recall.GONE),
+        (_Failing(ReadStatus.ERROR), Recall.FAILED),
+    ],
+)
+def test_what_is_not_there_whole_and_in_time_is_computed_and_counted(
+    store: MemoryStore, recall: Recall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill_module, "_LONGEST_READ_SECONDS", 0.05)
+    engine, spill = written_and_evicted(store)
+    assert engine.start(2, 430, DOCUMENT) == 0
+    assert spill.counters.requests == {recall: 1}
+    assert spill.counters.windows == {recall: 50}
+    assert spill.counters.bytes == 0
     engine.extend({2: 430})
+    assert engine.worst_error < 0.05
     engine.finish(2, publish=True)
     assert engine.problems() == []
+
+
+def test_recalls_are_counted_with_their_bytes() -> None:
+    engine, spill = written_and_evicted(MemoryStore())
+    assert engine.start(2, 430, DOCUMENT) == 400
+    assert spill.counters.requests == {Recall.RECALLED: 1}
+    assert spill.counters.windows == {Recall.RECALLED: 50}
+    assert (
+        spill.counters.bytes == 50 * engine.plan.budget.num_layers * engine.plan.budget.full_bytes
+    )
+
+
+def test_a_request_that_is_computed_faster_is_counted_once() -> None:
+    _, spill = written_and_evicted(MemoryStore())
+    spill.break_even.read(1, seconds=1)
+    spill.break_even.computed(10**6, seconds=1)
+    request = spill.request("0", None, lambda: DOCUMENT_TOKENS)
+    for _ in range(3):
+        assert spill.find(request, 50, matched=0) == 0
+    assert spill.counters.requests == {Recall.NOT_WORTH_IT: 1}
+    assert spill.counters.windows == {Recall.NOT_WORTH_IT: 50}
+
+
+def test_what_one_rank_can_t_have_no_rank_recalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, spill = written_and_evicted(MemoryStore())
+    request = spill.request("0", None, lambda: DOCUMENT_TOKENS)
+    assert not spill.read(request, 50, wanted=False)
+    least = iter([1, 0])
+    monkeypatch.setattr(spill, "_least", lambda number: min(number, next(least)))
+    assert not spill.read(request, 50)
+    assert spill.counters.requests == {Recall.NO_ROOM: 1, Recall.OTHER_RANK: 1}
+    assert spill.counters.bytes == 0
+
+
+_OTHER_OPTIONS: dict[str, Any] = {
+    "budget": Fraction(3, 10),
+    "quant_fraction": Fraction(1, 2),
+    "window": 16,
+    "route_every": 16,
+    "sink": 8,
+    "local": 64,
+    "key_bits": 2,
+    "value_bits": 2,
+    "params": ParamFormat.FP16,
+    "prefill_scores": PrefillScores.ALL,
+    "promote": Promotion.DEQUANTIZE,
+    "prefix_reuse": PrefixReuse.OFF,
+    "min_context": 1024,
+    "exact_prefill_tokens": 4096,
+    "full_layers": frozenset({0, 1}),
+    "prefix_fidelity": PrefixFidelity.CODES,
+}
+_PLACES: dict[str, Any] = {
+    "ssd_dir": Path("/other"),
+    "ssd_size": ByteSize(1 << 30),
+    "ssd_persist": True,
+    "spill_backend": "file",
+    "spill_config": '{"a": 1}',
+}
+
+
+def test_records_are_named_by_all_options_that_change_what_attention_sees() -> None:
+    config = TieringConfig()
+    assert {*_OTHER_OPTIONS, *_PLACES} == {field.name for field in fields(config)}
+    others = [replace(config, **{name: value}) for name, value in _OTHER_OPTIONS.items()]
+    assert len({_made_under(other) for other in [config, *others]}) == 1 + len(others)
+    for where in ({"ssd_dir", "ssd_size", "ssd_persist"}, {"spill_backend", "spill_config"}):
+        moved = replace(config, **{name: _PLACES[name] for name in where})
+        assert _made_under(moved) == _made_under(config)
 
 
 def test_the_break_even_is_by_what_both_took_lately(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,27 @@ def test_a_frame_shows_levels_as_they_are_and_counters_as_rates() -> None:
     assert " 7 " in _line(shown, "running")
 
 
+def test_an_ssd_tier_has_a_panel_and_no_such_tier_has_none() -> None:
+    server = _Server()
+    before = server.scrape(0.0)
+    assert "SSD tier" not in _shown(Between(before, before))
+    server.exporter.set(table.SPILL_FILE_BYTES, 5 << 20)
+    server.exporter.set(table.SPILL_BYTES, 3 << 20, "stored")
+    server.exporter.set(table.SPILL_BYTES, float("nan"), "queued")
+    server.exporter.count(table.SPILL_WRITTEN_BYTES, 0)
+    server.exporter.count(table.SPILL_RECALLS, 0, "recalled")
+    server.exporter.count(table.SPILL_RECALLS, 7, "late")
+    before = server.scrape(10.0)
+    server.exporter.count(table.SPILL_WRITTEN_BYTES, 2 << 20)
+    server.exporter.count(table.SPILL_RECALLS, 4, "recalled")
+    shown = _shown(Between(before, server.scrape(12.0)), width=60)
+    assert "3.0 MiB" in _line(shown, "stored")
+    assert " - " in _line(shown, "waiting to be written")
+    assert "1.0 MiB/s" in _line(shown, "written")
+    assert "2.0 requests/s" in _line(shown, "requests recalled")
+    assert "0 requests/s" in _line(shown, "read too late")
+
+
 def test_churn_is_the_mean_of_what_was_observed_between_the_scrapes() -> None:
     server = _Server()
     buckets = [0.0] * (len(table.CHURN.buckets) + 1)

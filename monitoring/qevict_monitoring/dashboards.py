@@ -64,6 +64,10 @@ COLORS = {
     "evicted from coded": "#8E8E9C",
     "promoted by rank": "#FADE2A",
     "promoted physically": "#5794F2",
+    "stored": "#B877D9",
+    "waiting to be written": "#FF9830",
+    "written": "#B877D9",
+    "read": "#5794F2",
 }
 """What a series looks like on every panel that shows it, by its legend."""
 
@@ -410,7 +414,60 @@ def _tiers() -> Any:
     ):  # fmt: skip
         query = Query(_rate(_ours(name), label), f"{{{{{label}}}}}")
         board.with_panel(_graph(title, description, unit, query, span=6))
+    _add_ssd_tier(board)
     return board
+
+
+def _add_ssd_tier(board: Any) -> None:
+    """A row that is empty for servers without an SSD tier."""
+    board.with_row(dashboard.Row("SSD tier"))
+    written, read = (_rate(_ours(f"spill_{what}_bytes_total")) for what in ("written", "read"))
+    board.with_panel(
+        _graph(
+            "SSD tier",
+            "Originals on the disk, those that wait in memory to be written, and what the file "
+            "takes, free space inside included.",
+            "bytes",
+            Query(_total("spill_bytes", labels=', state="stored"'), "stored"),
+            Query(_total("spill_bytes", labels=', state="queued"'), "waiting to be written"),
+            Query(_total("spill_file_bytes"), "file"),
+            span=8,
+        )
+    ).with_panel(
+        _graph(
+            "Writes and reads",
+            "Bytes of originals a second.",
+            "binBps",
+            Query(written, "written"),
+            Query(read, "read"),
+            span=8,
+        )
+    ).with_panel(
+        _graph(
+            "Bandwidth at work",
+            "Bytes of originals for each second that a thread spent writing or reading them.",
+            "binBps",
+            Query(f"{written} / {_rate(_ours('spill_write_seconds_total'))}", "written"),
+            Query(f"{read} / {_rate(_ours('spill_read_seconds_total'))}", "read"),
+            span=8,
+        )
+    ).with_panel(
+        _graph(
+            "Requests whose beginning is in the SSD tier",
+            "Requests a second, of all ranks together, by what became of them: recalled, or why they "
+            "were computed again.",
+            "reqps",
+            Query(_rate(_ours("spill_recalls_total"), "outcome"), "{{outcome}}"),
+        )
+    ).with_panel(
+        _graph(
+            "Dropped originals and errors",
+            "Windows a second that were not written, by reason, and errors by kind.",
+            "wps",
+            Query(_rate(_ours("spill_dropped_records_total"), "reason"), "dropped: {{reason}}"),
+            Query(_rate(_ours("spill_errors_total"), "kind"), "error: {{kind}}"),
+        )
+    )
 
 
 def _tenants() -> Any:

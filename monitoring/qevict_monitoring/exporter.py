@@ -21,7 +21,8 @@ class Exporter:
     own if None. ``prometheus_client`` is imported here and not before: it decides by
     ``PROMETHEUS_MULTIPROC_DIR``, when it is imported, whether processes share their values.
 
-    Counters begin at zero and gauges too, in all series whose labels' values are known.
+    Counters begin at zero and gauges too, in all series whose labels' values are known, but for
+    optional metrics: these have no series before they are set or counted.
     """
 
     def __init__(self, labels: Mapping[str, str], registry: CollectorRegistry | None = None):
@@ -49,8 +50,9 @@ class Exporter:
                 registry=registry or prometheus_client.REGISTRY,
                 **options,
             )
-            for values in product(*(label.values for label in metric.labels)):
-                self._child(metric, *values)
+            if not metric.optional:
+                for values in product(*(label.values for label in metric.labels)):
+                    self._child(metric, *values)
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         """Set a gauge; ``labels``: values of the metric's own labels, in their order."""

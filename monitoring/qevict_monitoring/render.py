@@ -45,6 +45,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "short": lambda v: _scaled(v, 1000, ("", "k", "M", "G")),
     "none": lambda v: f"{v:.4g}",
     "x": lambda v: f"{v:.3g}x",
+    "binBps": lambda v: _scaled(v, 1024, ("B/s", "KiB/s", "MiB/s", "GiB/s", "TiB/s")),
     "wps": lambda v: f"{v:.3g}/s",
     "ops": lambda v: f"{v:.3g}/s",
     "reqps": lambda v: f"{v:.3g}/s",
@@ -150,7 +151,8 @@ def _draw_bars(axes: Axes, panel: Panel, named: list[_Named], span: tuple[float,
 
 def _ticks(top: float, unit: str) -> list[float]:
     """Round values up to ``top``, of bytes in their own unit."""
-    scale = 1024.0 ** int(math.log(top, 1024)) if unit == "bytes" and top >= 1024 else 1.0
+    is_bytes = unit in ("bytes", "binBps")
+    scale = 1024.0 ** int(math.log(top, 1024)) if is_bytes and top >= 1024 else 1.0
     ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, top / scale)
     return [scale * tick for tick in ticks if scale * tick <= top]
 

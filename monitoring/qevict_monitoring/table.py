@@ -38,6 +38,7 @@ class Metric:
     """One metric.
 
     name: as Prometheus has it. unit: of its values. buckets: upper bounds, of a histogram.
+    optional: whether it has series only where what it tells of is switched on.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Metric:
     labels: tuple[Label, ...]
     help: str
     buckets: tuple[float, ...] = ()
+    optional: bool = False
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -73,19 +75,20 @@ def _metric(
     help: str,
     *labels: Label,
     buckets: tuple[float, ...] = (),
+    optional: bool = False,
 ) -> Metric:
     suffix = "_total" if kind is Kind.COUNTER else ""
-    metric = Metric(f"{PREFIX}{name}{suffix}", kind, unit, labels, help, buckets)
+    metric = Metric(f"{PREFIX}{name}{suffix}", kind, unit, labels, help, buckets, optional)
     METRICS[metric.name] = metric
     return metric
 
 
-def _gauge(name: str, unit: str, help: str, *labels: Label) -> Metric:
-    return _metric(Kind.GAUGE, name, unit, help, *labels)
+def _gauge(name: str, unit: str, help: str, *labels: Label, optional: bool = False) -> Metric:
+    return _metric(Kind.GAUGE, name, unit, help, *labels, optional=optional)
 
 
-def _counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
-    return _metric(Kind.COUNTER, name, unit, help, *labels)
+def _counter(name: str, unit: str, help: str, *labels: Label, optional: bool = False) -> Metric:
+    return _metric(Kind.COUNTER, name, unit, help, *labels, optional=optional)
 
 
 def _histogram(name: str, unit: str, help: str, buckets: tuple[float, ...]) -> Metric:
@@ -100,7 +103,7 @@ BUILD_INFO = _gauge(
     Label("sglang_version"),
     Label("preset"),
     Label("budget"),
-    Label("promote", ("alias", "dequantize")),
+    Label("promote", ("alias", "dequantize", "restore")),
 )
 
 # -- what requests see, and where it lies ---------------------------------------------------
@@ -198,7 +201,8 @@ RANK_PROMOTIONS = _counter(
 PHYSICAL_PROMOTIONS = _counter(
     "physical_promotions",
     "windows",
-    "FULL copies that were rebuilt from codes (never with --kv-tiering-promote alias).",
+    "FULL copies that coded windows got back: rebuilt from the codes, or with --kv-tiering-promote "
+    "restore their originals (never with alias).",
 )
 DEMOTIONS = _counter("demotions", "windows", "FULL windows that became coded.")
 EVICTIONS = _counter("evictions", "windows", "Windows that were evicted, by tier left.", _HELD)
@@ -320,4 +324,120 @@ TENANT_CHURN_OBSERVATIONS = _counter(
     "observations",
     "How often a tenant's selection churn was observed: once an event and layer.",
     TENANT,
+)
+
+# -- the SSD tier ---------------------------------------------------------------------------
+
+_PLACE = Label("state", ("stored", "queued"))
+_RECALL = Label(
+    "outcome",
+    (
+        *("recalled", "not_worth_it", "late", "damaged", "foreign", "gone", "failed", "no_room"),
+        "other_rank",
+    ),
+)
+
+
+def _spill_gauge(name: str, unit: str, help: str, *labels: Label) -> Metric:
+    return _gauge(f"spill_{name}", unit, help, *labels, optional=True)
+
+
+def _spill_counter(name: str, unit: str, help: str, *labels: Label) -> Metric:
+    return _counter(f"spill_{name}", unit, help, *labels, optional=True)
+
+
+SPILL_RECORDS = _spill_gauge(
+    "records",
+    "records",
+    "Windows of the SSD tier, each a record of all its layers: stored (NaN where a storage backend "
+    "can't say), queued (waiting in memory to be written).",
+    _PLACE,
+)
+SPILL_BYTES = _spill_gauge("bytes", "bytes", "Bytes of these records.", _PLACE)
+SPILL_FILE_BYTES = _spill_gauge(
+    "file_bytes",
+    "bytes",
+    "What the SSD tier's file takes on its disk, free space inside included (NaN for a storage "
+    "backend).",
+)
+SPILL_WRITTEN_RECORDS = _spill_counter("written_records", "records", "Records that were written.")
+SPILL_WRITTEN_BYTES = _spill_counter("written_bytes", "bytes", "Bytes of the written records.")
+SPILL_MEDIUM_WRITTEN_BYTES = _spill_counter(
+    "medium_written_bytes",
+    "bytes",
+    "All bytes that were written: with headers, padding, indexes, and records that moved since "
+    "they had been read. Over the bytes of the written records: the write amplification.",
+)
+SPILL_WRITE_SECONDS = _spill_counter(
+    "write_seconds", "seconds", "Time that the writer's thread spent writing."
+)
+SPILL_DROPPED_RECORDS = _spill_counter(
+    "dropped_records",
+    "records",
+    "Records that were not written: queue_full (the disk is slower than windows come), disk_full, "
+    "write_error, too_large (for a segment, or the queue), closed (they waited when the server "
+    "ended).",
+    Label("reason", ("queue_full", "disk_full", "write_error", "too_large", "closed")),
+)
+SPILL_EVICTED_RECORDS = _spill_counter(
+    "evicted_records", "records", "Records that made room for newer ones."
+)
+SPILL_READ_RECORDS = _spill_counter(
+    "read_records",
+    "records",
+    "Records that were asked for, by how the read ended: hit, miss, corrupt (a wrong checksum), "
+    "error, late (not begun in time), busy (too many reads under way), wrong_size.",
+    Label("result", ("hit", "miss", "corrupt", "error", "late", "busy", "wrong_size")),
+)
+SPILL_READ_BYTES = _spill_counter("read_bytes", "bytes", "Bytes of the records that were hits.")
+SPILL_READ_SECONDS = _spill_counter(
+    "read_seconds", "seconds", "Time that the readers' threads spent reading, all together."
+)
+SPILL_RECALLS = _spill_counter(
+    "recalls",
+    "requests",
+    "Requests whose beginning was in the SSD tier: recalled, or computed again since reading would "
+    "have taken longer (not_worth_it), was not done in time (late), found a damaged record or one "
+    "of another size (foreign), one that had made room since it was found (gone), failed, found no "
+    "pages (no_room), or since another rank could not (other_rank).",
+    _RECALL,
+)
+SPILL_RECALL_RECORDS = _spill_counter(
+    "recall_records", "records", "Records of these requests, by the same outcomes.", _RECALL
+)
+SPILL_RECALLED_BYTES = _spill_counter(
+    "recalled_bytes", "bytes", "Bytes of the records that were recalled."
+)
+SPILL_RECALL_SECONDS = _spill_counter(
+    "recall_seconds", "seconds", "Time for which admission waited for the reads of recalls."
+)
+SPILL_PREFETCHED_RECORDS = _spill_counter(
+    "prefetched_records",
+    "records",
+    "Records that were read since their window came near the FULL tier (--kv-tiering-promote "
+    "restore; sglang_qevict_physical_promotions_total counts the windows that got them back).",
+)
+SPILL_LATE_RECORDS = _spill_counter(
+    "late_records",
+    "records",
+    "Prefetched records that were still being read at a routing event, so that their windows "
+    "stayed coded.",
+)
+SPILL_ERRORS = _spill_counter(
+    "errors",
+    "errors",
+    "What went wrong with records: read and write (the disk, or the backend, failed), damaged (a "
+    "wrong checksum), lost (gone with a file that was removed), reclaim (their deletion could not "
+    "be written down).",
+    Label("kind", ("read", "write", "damaged", "lost", "reclaim")),
+)
+SPILL_RECOVERED_RECORDS = _spill_counter(
+    "recovered_records", "records", "Records of an earlier server that were found at the start."
+)
+SPILL_REJECTED = _spill_counter(
+    "rejected",
+    "parts",
+    "What was found at the start and not used: torn, damaged or foreign records and segments, and "
+    "files of another model or version.",
+    Label("part", ("record", "segment", "file")),
 )

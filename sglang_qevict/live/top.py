@@ -235,14 +235,16 @@ def frame(pair: Between, url: str, width: int, note: str = "") -> RenderableType
         Panel(_ledger(pair), title="ledger", title_align="left"),
         Panel(_routing(pair), title="routing", title_align="left"),
     ]
+    has_ssd_tier = pair.level(metrics.SPILL_FILE_BYTES) is not None
+    spill = [Panel(_spill(pair), title="SSD tier", title_align="left")] if has_ssd_tier else []
     parts: list[RenderableType] = [_head(pair, url, note)]
     if width < _WIDE:
-        parts += panels
+        parts += panels + spill
     else:
         sides = Table.grid(expand=True, padding=(0, 1))
         sides.add_column(ratio=1)
         sides.add_column(ratio=1)
-        sides.add_row(Group(panels[0], panels[2], panels[4]), Group(panels[1], panels[3]))
+        sides.add_row(Group(panels[0], panels[2], panels[4]), Group(panels[1], panels[3], *spill))
         parts.append(sides)
     return Group(*parts)
 
@@ -326,6 +328,23 @@ def _routing(pair: Between) -> RenderableType:
     return grid
 
 
+def _spill(pair: Between) -> RenderableType:
+    grid = _grid()
+    grid.add_row("stored", _bytes(pair.level(metrics.SPILL_BYTES, state="stored")))
+    grid.add_row("waiting to be written", _bytes(pair.level(metrics.SPILL_BYTES, state="queued")))
+    grid.add_row("written", _bytes_per_second(pair.rate(metrics.SPILL_WRITTEN_BYTES.name)))
+    grid.add_row("recalled", _bytes_per_second(pair.rate(metrics.SPILL_RECALLED_BYTES.name)))
+    for name, metric, labels in (
+        ("requests recalled", metrics.SPILL_RECALLS, {"outcome": "recalled"}),
+        ("not worth reading", metrics.SPILL_RECALLS, {"outcome": "not_worth_it"}),
+        ("read too late", metrics.SPILL_RECALLS, {"outcome": "late"}),
+        ("dropped", metrics.SPILL_DROPPED_RECORDS, {}),
+        ("errors", metrics.SPILL_ERRORS, {}),
+    ):
+        grid.add_row(name, _per_second(pair.rate(metric.name, **labels), metric.unit))
+    return grid
+
+
 def _grid(columns: int = 2) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(min_width=8, no_wrap=True)
@@ -349,12 +368,16 @@ def _per_second(rate: float | None, unit: str) -> str:
     return f"{rate:,.{0 if rate >= 10 or not rate else 1 if rate >= 1 else 2}f} {unit}/s"
 
 
+def _bytes_per_second(rate: float | None) -> str:
+    return _UNKNOWN if rate is None else f"{_bytes(rate)}/s"
+
+
 def _share(share: float | None) -> str:
     return _UNKNOWN if share is None else f"{share:.2%}"
 
 
 def _bytes(amount: float | None) -> str:
-    if amount is None:
+    if amount is None or isnan(amount):
         return _UNKNOWN
     unit = 0
     while amount >= 1024 and unit < len(_UNITS) - 1:

@@ -26,7 +26,7 @@ DASHBOARDS = ROOT / "grafana" / "dashboards"
 
 TENANT_LABEL = "team"
 
-FLAGS = (
+_FLAGS = (
     *("--kv-tiering", "qevict"),
     # Short requests are routed, seldom: so their churn is large.
     *("--kv-tiering-route-every", "16"),
@@ -34,6 +34,11 @@ FLAGS = (
     *("--chunked-prefill-size", "1024"),
     *("--tokenizer-metrics-allowed-custom-labels", TENANT_LABEL),
 )
+
+
+def flags(folder: Path) -> tuple[str, ...]:
+    """Of the server that is scraped; its SSD tier is in ``folder``."""
+    return (*_FLAGS, "--kv-tiering-ssd-dir", str(folder / "ssd"))
 
 
 def speed_up(rules: str) -> str:
@@ -125,6 +130,8 @@ def calm(server: Server) -> None:
     ]
     long = prompts([1100, 900, 800])
     ask_all(server, [(prompt, 40, tenant) for prompt, tenant in zip(long, tenants, strict=True)])
+    # Once more, so that it is recalled.
+    ask(server, long[1], 40)
 
 
 def swing(server: Server, number: int) -> None:

@@ -50,9 +50,23 @@ def test_all_series_with_known_labels_begin_at_zero(
 ) -> None:
     found = scrape(registry)
     for metric in METRICS.values():
-        if all(label.values for label in metric.labels):
+        if all(label.values for label in metric.labels) and not metric.optional:
             for name in metric.series:
                 assert {v for key, v in found.items() if key[0] == name} == {0.0}, name
+
+
+def test_optional_metrics_have_no_series_before_they_are_set(
+    exporter: Exporter, registry: CollectorRegistry
+) -> None:
+    optional = {name for metric in METRICS.values() if metric.optional for name in metric.series}
+    assert optional
+    assert not optional & {name for name, *_ in scrape(registry)}
+    exporter.count_to(table.SPILL_DROPPED_RECORDS, 0, "disk_full")
+    exporter.set(table.SPILL_BYTES, math.nan, "stored")
+    found = scrape(registry)
+    assert found["sglang_qevict_spill_dropped_records_total", "disk_full"] == 0
+    assert math.isnan(found["sglang_qevict_spill_bytes", "stored"])
+    assert len(optional & {name for name, *_ in found}) == 2
 
 
 def test_types_and_help_are_the_tables(exporter: Exporter, registry: CollectorRegistry) -> None:

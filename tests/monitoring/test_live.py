@@ -17,9 +17,9 @@ import yaml
 
 from monitoring.live import (
     DASHBOARDS,
-    FLAGS,
     RULES,
     calm,
+    flags,
     prometheus,
     swing,
 )
@@ -60,7 +60,7 @@ def _firing(store: Prometheus) -> set[str]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
-    server = Server(*FLAGS, log_path=folder / "server.log")
+    server = Server(*flags(folder), log_path=folder / "server.log")
     target = f"127.0.0.1:{server.port}"
     with (
         contextlib.ExitStack() as stack,

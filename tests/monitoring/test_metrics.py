@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,13 @@ from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.diagnostics import Selection, returns, selection_churn
 from qevict_tiers.observer import PromptRouting, Shortage
 from qevict_tiers.policy import Tier
+from qevict_tiers.spill.keys import KeySpace
+from qevict_tiers.spill.local import LocalMedium
+from qevict_tiers.spill.records import SpillCounters, SpillUsage
+from qevict_tiers.spill.store import SpillStore
+from sglang_qevict import metrics
 from sglang_qevict.metrics import MetricsObserver
+from sglang_qevict.spill import NoSpill, RecallCounters
 from sglang_qevict.tenants import DEFAULT, MAX_TENANTS, OVERFLOW, Tenants, tenant_of
 
 LAYERS = 3
@@ -31,6 +40,7 @@ def make_engine(
     fixed_shapes: bool = False,
     kv_tokens: int = 1600,
     full_layers: frozenset[int] = frozenset(),
+    store: SpillStore | None = None,
 ) -> MiniEngine:
     """An engine that is watched, if there is a registry to export to."""
     # Codes so large that windows are still evicted as the budget grows with the context.
@@ -51,6 +61,7 @@ def make_engine(
         context=640,
         fixed_shapes=fixed_shapes,
         watch=watch if registry else None,
+        store=store,
     )
     if registry:
         observer = engine.state.observer
@@ -245,6 +256,108 @@ def test_requests_are_counted_by_tenant_routing_and_shortage(registry: Collector
         assert held == found["sglang_qevict_logical_bytes", tier] > 0
     assert found["sglang_qevict_prefills_total", "whole"] == 1
     assert found["sglang_qevict_retractions_total", "pages"] == 2
+
+
+# --- the SSD tier ---
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SpillStore]:
+    space = KeySpace("model", "bfloat16", 8)
+    made = SpillStore(LocalMedium(tmp_path, space, 64 << 20, segment_bytes=4 << 20))
+    yield made
+    made.close()
+
+
+def recall(engine: MiniEngine, store: SpillStore) -> None:
+    """A request writes a document of 300 tokens behind, and the next one gets it back."""
+    document = Text(document=1, tokens=300)
+    engine.start(1, 300, document)
+    engine.extend({1: 300})
+    engine.finish(1, publish=True)
+    engine.state.check_when_changed()
+    assert store.flush().result(20) is None
+    assert engine.start(2, 330, document) == 296
+    engine.extend({2: 330})
+    engine.finish(2, publish=True)
+    engine.state.check_when_changed()
+    assert store.flush().result(20) is None
+    engine.state.observer.idle()
+
+
+def test_what_the_ssd_tier_counts_is_exported(
+    registry: CollectorRegistry, store: SpillStore
+) -> None:
+    engine = make_engine(registry, kv_tokens=3000, store=store)
+    recall(engine, store)
+    found, report = scrape(registry), engine.state.report()["spill"]
+    usage, counters, recalls = report["usage"], report["counters"], report["recalls"]
+
+    def ours(name: str, *labels: str) -> float:
+        return found[f"sglang_qevict_spill_{name}", *labels]
+
+    # Of the document and what follows it, each whole window once.
+    assert ours("records", "stored") == usage["records"] == 330 // 8
+    assert ours("bytes", "stored") == usage["payload_bytes"] > 0
+    assert ours("records", "queued") == ours("bytes", "queued") == 0
+    assert ours("file_bytes") > 0
+    assert ours("written_records_total") == counters["written"] == usage["records"]
+    assert ours("written_bytes_total") == usage["payload_bytes"]
+    assert ours("medium_written_bytes_total") == counters["medium_written_bytes"]
+    assert ours("write_seconds_total") == pytest.approx(counters["write_nanoseconds"] / 1e9) > 0
+    assert ours("read_records_total", "hit") == counters["hits"] == 37
+    assert ours("read_bytes_total") == counters["hit_bytes"] > 0
+    assert ours("read_seconds_total") == pytest.approx(counters["read_nanoseconds"] / 1e9) > 0
+    assert ours("recalls_total", "recalled") == recalls["requests"]["recalled"] == 1
+    assert ours("recall_records_total", "recalled") == recalls["windows"]["recalled"] == 37
+    assert ours("recalled_bytes_total") == recalls["bytes"] == ours("read_bytes_total")
+    assert ours("recall_seconds_total") == pytest.approx(recalls["nanoseconds"] / 1e9) > 0
+    for metric in table.METRICS.values():
+        if metric.optional:
+            for values in product(*(label.values for label in metric.labels)):
+                assert (metric.name, *values) in found
+
+
+def test_without_an_ssd_tier_it_has_no_series(registry: CollectorRegistry) -> None:
+    engine = make_engine(registry)
+    serve(engine)
+    engine.state.observer.idle()
+    assert not [name for name, *_ in scrape(registry) if "spill" in name]
+
+
+class _Writing(NoSpill):
+    """So many records wait, one less each time that somebody asks."""
+
+    def __init__(self, waiting: int) -> None:
+        self.waiting = waiting
+
+    def report(self) -> dict[str, Any]:
+        usage = SpillUsage(0, 0, 0, queued_records=self.waiting, queued_bytes=0, reading=0)
+        self.waiting -= 1
+        counters = SpillCounters().read()
+        return {
+            "usage": usage._asdict(),
+            "counters": counters,
+            "recalls": RecallCounters().report(),
+        }
+
+
+def test_while_the_server_idles_what_is_still_written_is_exported_until_it_is_done(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 10.0
+    monkeypatch.setattr(metrics, "monotonic", lambda: now)
+    engine = make_engine(registry)
+    engine.state.spill = _Writing(2)
+    engine.state.observer.idle()
+    found = []
+    for seconds in (0.0, 0.5, 1.0, 1.0, 1.0):
+        now += seconds
+        assert engine.state.check_when_changed() == []
+        found.append(scrape(registry)["sglang_qevict_spill_records", "queued"])
+    # One export an interval, and none once nothing is left.
+    assert found == [1, 1, 0, 0, 0]
+    assert engine.state.spill.waiting == -1
 
 
 # --- tenants ---

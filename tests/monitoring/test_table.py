@@ -13,7 +13,9 @@ import pytest
 from qevict_monitoring import table
 from qevict_monitoring.docs import table_lines
 from qevict_monitoring.table import METRICS, PREFIX, Kind, Label
+from qevict_tiers.config import Promotion
 from qevict_tiers.observer import PrefixCut, PromptRouting, Shortage, Wait
+from sglang_qevict.spill import Recall
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,9 @@ def test_names_follow_the_rules_of_prometheus() -> None:
         (table.PREFIX_CUT_TOKENS.labels[0], PrefixCut),
         (table.ADMISSION_WAITS.labels[0], Wait),
         (table.RETRACTIONS.labels[0], Shortage),
+        (table.BUILD_INFO.labels[-1], Promotion),
+        (table.SPILL_RECALLS.labels[0], Recall),
+        (table.SPILL_RECALL_RECORDS.labels[0], Recall),
     ],
 )
 def test_values_of_labels_are_those_that_observers_are_told(

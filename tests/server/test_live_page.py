@@ -21,10 +21,12 @@ import uvicorn
 from fastapi import FastAPI
 from sglang.srt.managers.io_struct import GetInternalStateReq
 
+from qevict_tiers.spill.records import SpillCounters, SpillUsage
 from server.harness import Server, ServerPool
 from server.tiering import TIERED, prompts
 from sglang_qevict import cli, colors
 from sglang_qevict.live.routes import add_routes
+from sglang_qevict.spill import Recall, RecallCounters
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed (the extra `test`)")
 
@@ -215,6 +217,7 @@ class _Stub:
     def __init__(self) -> None:
         self.served_model_name, self.server_args = "a-model", SimpleNamespace(_kv_tiering=object())
         self.port, self.started, self.taken, self.is_busy = 0, 0.0, 0.0, False
+        self.spill: dict[str, Any] | None = None
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -240,6 +243,7 @@ class _Stub:
             "bytes": dict.fromkeys([*kinds, "claimed"], 1),
             "layers": {tier: [1, 2] for tier in ("full", "coded", "evicted")},
             "counters": dict.fromkeys(counters, self.taken),
+            "spill": self.spill,
         }  # fmt: skip
         looks = [
             {
@@ -311,6 +315,29 @@ def test_of_two_replicas_one_is_shown_and_long_contexts_share_cells(browser: Bro
         browser.driver.find_element(By.CSS_SELECTOR, "#rank option[value='1']").click()
         browser.wait(lambda: "request of 1" in browser.text("#maps"), "the second replica")
         assert "request of 0" not in browser.text("#maps")
+    assert [told for told in browser.complaints() if "ERR_" not in told] == []
+
+
+def test_an_ssd_tier_is_shown_where_there_is_one(browser: Browser) -> None:
+    stub, recalls = _Stub(), RecallCounters()
+    with stub.running() as url:
+        browser.driver.get(f"{url}/kv_tiering")
+        browser.wait(lambda: browser.sees(_MAPS), "a look")
+        assert not browser.sees("#ssd")
+        recalls.add(Recall.RECALLED, 500)
+        recalls.add(Recall.NOT_WORTH_IT, 3)
+        stub.spill = {
+            "usage": SpillUsage(1234, 3 << 20, 4 << 20, 5, 6 << 10, 0)._asdict(),
+            "counters": SpillCounters(dropped_disk_full=17, read_errors=2).read(),
+            "recalls": recalls.report(),
+        }
+        browser.wait(lambda: browser.sees("#ssd"), "the SSD tier")
+        shown = browser.text("#spilled")
+        assert "1,234 windows, 3.0 MiB" in shown
+        assert "1 with 500 windows" in shown
+        assert "1 not worth it" in shown
+        assert "dropped, not written 17 windows" in shown
+        assert browser.sees("#spill text")
     assert [told for told in browser.complaints() if "ERR_" not in told] == []
 
 

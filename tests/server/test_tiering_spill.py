@@ -54,9 +54,15 @@ def cached(result: dict[str, Any]) -> int:
 
 
 def counts(server: Server) -> dict[str, int]:
-    """The store's counters, and those of recalls."""
+    """The store's counters, and how many requests and windows were recalled, or not."""
     spill = report(server)["spill"]
-    return {**spill["counters"], **spill["recalls"]}
+    requests, windows = spill["recalls"]["requests"], spill["recalls"]["windows"]
+    recalls = {
+        "requests": requests.pop("recalled"),
+        "windows": windows["recalled"],
+        "failed": sum(requests.values()),
+    }
+    return {**spill["counters"], **recalls}
 
 
 def wait_for_writes(server: Server) -> None:
@@ -126,6 +132,27 @@ def test_a_short_prompt_is_recalled_as_well(server: Server) -> None:
     assert cached(ask(server, prompt)) == 88
 
 
+def exported(server: Server, name: str) -> float:
+    """A metric of the SSD tier, summed over its labels."""
+    found = server.metrics().items()
+    return sum(value for key, value in found if key.startswith(f"sglang_qevict_spill_{name}{{"))
+
+
+def test_metrics_follow_what_is_written_after_the_last_launch(server: Server) -> None:
+    (prompt,) = prompts([LENGTH], start=72_000)
+    ask(server, prompt)
+    wait_for_writes(server)
+    deadline = time.monotonic() + 30
+    while exported(server, "written_records_total") != counts(server)["written"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    usage = report(server)["spill"]["usage"]
+    assert exported(server, "records") == usage["records"]
+    assert exported(server, "bytes") == usage["payload_bytes"]
+    found = counts(server)
+    assert exported(server, "recalls_total") == found["requests"] + found["failed"]
+
+
 def test_a_second_server_on_the_directory_is_refused_in_a_sentence(
     server: Server, tmp_path: Path
 ) -> None:
@@ -173,6 +200,17 @@ def test_another_model_s_files_are_ignored(tmp_path: Path) -> None:
     with Server(*wider, log_path=tmp_path / "second.log") as second:
         assert cached(ask(second, prompt)) == 0
         assert_idle(second)
+
+
+@pytest.mark.slow
+def test_servers_of_other_budgets_share_the_file_and_find_nothing(tmp_path: Path) -> None:
+    (prompt,) = prompts([700], start=74_000)
+    for budget, found in (("0.2", 0), ("0.5", 0), ("0.2", 696)):
+        tiers = flags(tmp_path / "ssd", "--kv-tiering-budget", budget)
+        with Server(*tiers, log_path=tmp_path / "server.log") as server:
+            assert cached(ask(server, prompt)) == found
+            assert_idle(server)
+    assert len([*(tmp_path / "ssd").rglob("*.spill")]) == 1
 
 
 @pytest.mark.slow

@@ -103,3 +103,6 @@ class Observer:
 
     def idle(self) -> None:
         """The scheduler found nothing to do after something had changed."""
+
+    def resting(self) -> None:
+        """The scheduler found nothing to do, and nothing had changed."""

@@ -41,6 +41,8 @@ def test_any_difference_gives_another_key() -> None:
         the_key(replace(SPACE, window=8)),
         the_key(replace(SPACE, tp_size=2)),
         the_key(replace(SPACE, tp_rank=1, tp_size=2)),
+        the_key(replace(SPACE, made="budget=0.1")),
+        the_key(replace(SPACE, made="budget=0.1"), salt="a"),
         the_key(salt="a"),
         the_key(salt=""),
         the_key(extra="a"),
@@ -54,6 +56,11 @@ def test_any_difference_gives_another_key() -> None:
     ]
     assert all(a != b for a, b in combinations(others, 2))
     assert {len(key) for key in others} == {32}
+
+
+def test_records_made_otherwise_share_the_file() -> None:
+    assert replace(SPACE, made="budget=0.1").fingerprint == SPACE.fingerprint
+    assert replace(SPACE, window=8).fingerprint != SPACE.fingerprint
 
 
 @given(st.lists(st.text(max_size=4) | st.none(), min_size=4, max_size=4))

@@ -23,7 +23,7 @@ from qevict_tiers.spill.records import (
     as_bytes,
 )
 from qevict_tiers.spill.store import SpillStore
-from spill_cases import is_right, key, keys, payload, record, records
+from spill_cases import adds_up, is_right, key, keys, payload, record, records
 
 SIZE = 1000
 SOON = 20
@@ -130,15 +130,6 @@ def held(store: SpillStore, medium: DictMedium, number: int = 99) -> Future[int]
     future = store.put([record(number, SIZE)])
     assert medium.writing.arrived.acquire(timeout=SOON)
     return future
-
-
-def adds_up(counters: SpillCounters) -> bool:
-    """Whether each record and each key that came ended in exactly one counter."""
-    c = counters
-    ends = (c.written, c.duplicate, c.superseded, c.dropped_queue_full, c.dropped_disk_full)
-    ends += (c.dropped_write_error, c.dropped_too_large, c.dropped_closed)
-    reads = (c.hits, c.misses, c.corrupt, c.read_errors, c.late, c.busy, c.wrong_size)
-    return c.put == sum(ends) and c.asked == sum(reads)
 
 
 def test_records_come_back_in_any_kind_of_buffer(store: SpillStore) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,8 @@ class KeySpace:
     dtype: of the originals, and the format of the codes beside it (``bfloat16+int2/2-uint8``).
     window: tokens a window (``W``).
     tp_rank, tp_size: which part of the heads.
+    made: what else decides which keys and values come out, such as options under which attention
+        sees less than everything. Records made otherwise share the file, and are never found.
     """
 
     model: str
@@ -62,11 +64,12 @@ class KeySpace:
     window: int
     tp_rank: int = 0
     tp_size: int = 1
+    made: str = ""
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that name the space."""
-        return _digest("space", *astuple(self))
+        """32 bytes that name the file; ``made`` is no part of them."""
+        return _digest("space", self.model, self.dtype, self.window, self.tp_rank, self.tp_size)
 
     def chain(self, cache_salt: str | None, extra_key: str | None) -> KeyChain:
         """The chain of one request's tokens, at its beginning."""
@@ -82,7 +85,9 @@ class KeyChain:
     def __init__(self, space: KeySpace, cache_salt: str | None, extra_key: str | None) -> None:
         self.window = space.window
         self.hashes: list[ChainHash] = []
-        self._root = ChainHash(_digest("chain", space.fingerprint, cache_salt, extra_key))
+        self._root = ChainHash(
+            _digest("chain", space.fingerprint, space.made, cache_salt, extra_key)
+        )
 
     def extend(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Add whole windows: the token ids that follow those of before.
