@@ -181,16 +181,21 @@ def _held(found: dict[str, Any]) -> dict[str, int]:
     return {kind: amount for kind, amount in held.items() if amount}
 
 
-def assert_idle(server: Server) -> None:
-    """Once nothing runs: no window is seen; after a flush no byte is held, and the log is clean."""
+def wait_until_idle(server: Server) -> None:
+    """Until no request runs, no window is seen, and the checks of an idle server have been made."""
     deadline = time.monotonic() + _IDLE_SECONDS
     # A row that was given back is released at the next launch, or by the check when idle.
     while (found := report(server))["requests"] or _seen(found):
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     assert found["counters"]["non_finite"] == 0
-    # SGLang's own check and tiering's come when the server idles, before the flush.
+    # SGLang's own check and tiering's come when the server idles.
     time.sleep(1)
+
+
+def assert_idle(server: Server) -> None:
+    """Once nothing runs: no window is seen; after a flush no byte is held, and the log is clean."""
+    wait_until_idle(server)
     server.assert_clean()
     server.flush_cache()
     assert _held(report(server)) == {}
