@@ -2,6 +2,7 @@
 # make serve-gpu a server on an NVIDIA GPU                            (MODEL=…  a model, ARGS=…  more flags)
 # make demo      a chat about a long text, with tiers and then without, in five to ten minutes
 # make stress    a mix of tenants against a running server           (MIX=…  a file, ARGS=…  address and flags)
+# make soak      that on a server too small for it, for an hour      (MINUTES=…)
 # make test      the quick tests                                     (make test-full  all of them)
 # make test-monitoring  Prometheus against a real server: every expression of dashboards, rules and alerts
 # make quality   what tiers cost in quality, in two hours            (make rivals     other methods at the same bytes)
@@ -17,7 +18,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 SOURCES := sglang_qevict tiers kernels monitoring tests benchmarks
 
-.PHONY: install serve serve-gpu demo stress test test-full test-monitoring quality rivals check lint format clean distclean
+.PHONY: install serve serve-gpu demo stress soak test test-full test-monitoring quality rivals check lint format clean distclean
 
 install: $(INSTALLED)
 
@@ -47,6 +48,11 @@ MIX ?= configs/stress/quick.yaml
 
 stress: install
 	exec $(BIN)/sglang-qevict stress $(MIX) $(ARGS)
+
+MINUTES ?= 60
+
+soak: install
+	QEVICT_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -s tests/server/test_soak.py
 
 # Tests that start servers follow one at a time: each needs the whole machine for what it times.
 test: install $(OLD_TRITON)

@@ -35,7 +35,7 @@ from qevict_tiers.spill.file import DirectoryInUse
 from qevict_tiers.spill.format import RECORD_HEADER_BYTES
 from qevict_tiers.spill.keys import KeyChain, KeySpace, Kind, LayerSpan, SpillKey, model_fingerprint
 from qevict_tiers.spill.local import LocalMedium
-from qevict_tiers.spill.medium import Medium
+from qevict_tiers.spill.medium import Medium, OneLine
 from qevict_tiers.spill.records import Contents, Reading, ReadStatus, Record
 from qevict_tiers.spill.store import SpillStore
 from sglang_qevict.flags import OPTIONS, typed
@@ -105,6 +105,8 @@ class RecallCounters:
     """Windows read because they came near the FULL tier (``--kv-tiering-promote restore``)."""
     late: int = 0
     """Windows that were still being read at a routing event, and stayed coded."""
+    no_memory: int = 0
+    """Times that there was no memory for originals: these were neither written nor read."""
 
     def add(self, recall: Recall, windows: int) -> None:
         """One request that has so many windows in the store."""
@@ -120,6 +122,7 @@ class RecallCounters:
             "nanoseconds": self.nanoseconds,
             "prefetched": self.prefetched,
             "late": self.late,
+            "no_memory": self.no_memory,
         }
 
 
@@ -329,6 +332,7 @@ class SpillTier(NoSpill):
         self._fidelity = budget.config.prefix_fidelity
         self._restores = budget.config.promote is Promotion.RESTORE
         self._prefetched: dict[int, dict[int, _Prefetched]] = {}
+        self._warn = OneLine()
 
     # -- what is in the store ---------------------------------------------------------
 
@@ -357,12 +361,11 @@ class SpillTier(NoSpill):
             return [False] * len(keys)
 
     def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
-        if not self._least(int(wanted)):
+        originals = self._buffer(windows)
+        if not self._least(int(wanted and originals is not None)):
             self.counters.add(Recall.NO_ROOM, windows)
             return False
-        budget = self.manager.budget
-        shape = (windows, budget.num_layers, budget.full_bytes)
-        originals = torch.empty(shape, dtype=torch.uint8)
+        assert originals is not None
         began = time.monotonic()
         patience = self.break_even.patience_seconds(windows * self._window)
         reading = self.store.get(
@@ -444,11 +447,8 @@ class SpillTier(NoSpill):
         held = self._prefetched.get(row, {})
         kept = {window: held[window] for window in near if window in held}
         missing = [window for window in near if window not in held]
-        budget = self.manager.budget
-        shape = (len(missing), budget.num_layers, budget.full_bytes)
-        originals = torch.empty(shape, dtype=torch.uint8)
         keys = [key for window in missing for key in request.keys(range(window, window + 1))]
-        if keys:
+        if keys and (originals := self._buffer(len(missing))) is not None:
             reading = self.store.get(keys, list(originals))
             for place, window in enumerate(missing):
                 kept[window] = _Prefetched(originals[place], reading, place)
@@ -466,9 +466,18 @@ class SpillTier(NoSpill):
         there = self.store.contains(keys)
         if not windows or (there.done() and all(there.result())):
             return None
+        originals = self._buffer(len(windows))
+        return None if originals is None else _Taken(request, row, windows, keys, originals)
+
+    def _buffer(self, windows: int) -> torch.Tensor | None:
+        """Host memory for the originals of so many windows, uint8 ``[windows, L, bytes]``."""
         budget = self.manager.budget
-        shape = (len(windows), budget.num_layers, budget.full_bytes)
-        return _Taken(request, row, windows, keys, torch.empty(shape, dtype=torch.uint8))
+        try:
+            return torch.empty((windows, budget.num_layers, budget.full_bytes), dtype=torch.uint8)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            self.counters.no_memory += 1
+            self._warn("memory", "no memory for originals, the SSD tier goes without: %s", error)
+            return None
 
     def _take(self, layers: slice) -> None:
         for taken in self._taken:

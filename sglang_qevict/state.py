@@ -143,6 +143,7 @@ class TieringState:
         self._prepared: tuple[list[int], list[int]] = ([], [])
         self._view_tokens: dict[int, int] = {}
         self._changed = False
+        self._checks = 0
 
     # -- the scheduler's side -------------------------------------------------------
 
@@ -536,6 +537,7 @@ class TieringState:
             self.observer.resting()
             return []
         self._changed = False
+        self._checks += 1
         if os.environ.get(CHECK_VARIABLE, "0") != "0":
             problems = self.check_integrity()
         else:
@@ -610,5 +612,6 @@ class TieringState:
             "requests": len(self.ledger),
             "kept_pages": self.ledger.kept.num_pages,
             "max_logical_tokens": self.plan.max_tokens,
+            "checks": self._checks,
             "spill": self.spill.report(),
         }

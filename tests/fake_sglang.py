@@ -24,6 +24,8 @@ class FakeSGLang:
     """A context manager. ``answer`` is what every request gets as text; ``bodies`` keeps them.
 
     refuse: status of every answer to `/generate`. die_after: requests until it closes for good.
+    interval: tokens that come together. incremental: events have what is new only. garbled: events
+    have nothing that SGLang's have.
     """
 
     def __init__(
@@ -35,6 +37,9 @@ class FakeSGLang:
         api_key: str | None = None,
         tiered: bool = False,
         priorities: bool = False,
+        interval: int = 1,
+        incremental: bool = False,
+        garbled: bool = False,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.left: list[str] = []
@@ -45,6 +50,9 @@ class FakeSGLang:
         self._api_key = api_key
         self._tiered = tiered
         self._priorities = priorities
+        self._interval = interval
+        self._incremental = incremental
+        self._garbled = garbled
         self._routed = 0
         routes = [
             Route("/model_info", self._model_info),
@@ -118,19 +126,23 @@ class FakeSGLang:
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
         count = body["sampling_params"]["max_new_tokens"]
-        ended = False
+        ended, told = False, 0
         with suppress(asyncio.CancelledError):
             for tokens in range(1, count + 1):
                 await asyncio.sleep(self._token_seconds)
+                if tokens % self._interval and tokens < count:
+                    continue
                 meta = {
                     "completion_tokens": tokens,
                     "finish_reason": {"type": "length"} if tokens == count else None,
                     "cached_tokens": 8,
                     "num_retractions": 1,
                 }
-                ids = list(range(7, 7 + tokens))
-                event = {"text": self.answer, "output_ids": ids, "meta_info": meta}
-                yield f"data: {json.dumps(event)}\n\n"
+                first, told = told if self._incremental else 0, tokens
+                text = self.answer if not first else ""
+                ids = list(range(7 + first, 7 + tokens))
+                event = {"text": text, "output_ids": ids, "meta_info": meta}
+                yield f"data: {json.dumps({} if self._garbled else event)}\n\n"
             ended = True
             yield "data: [DONE]\n\n"
         if not ended:

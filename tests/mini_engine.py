@@ -344,8 +344,10 @@ class MiniEngine:
         self.outputs[name] = []
         request.pages = self._match(request, new)
         recalled = self._to_recall(request, len(request.pages))
-        if recalled and self.state.spill.read(request.spilled, recalled):
-            request.pages = [self._take_page() for _ in range(recalled)]
+        if recalled:
+            # What is not read after all is computed.
+            is_read = self.state.spill.read(request.spilled, recalled)
+            request.pages = [self._take_page() for _ in range(recalled)] if is_read else []
         request.shared = 0 if recalled else len(request.pages)
         self.tree.lock(request.page_keys(request.shared, self.geometry.window), 1)
         cached = len(request.pages) * self.geometry.window

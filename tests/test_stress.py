@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -24,10 +25,10 @@ from sglang_qevict.stress.mix import (
     Distribution,
     Kind,
     Mix,
-    Problem,
     Process,
     read_mix,
 )
+from sglang_qevict.stress.problem import Problem
 from sglang_qevict.stress.records import Outcome, Record, Run, Sample
 from sglang_qevict.stress.summary import alike, fairness, quantile, summarize, unmet
 from sglang_qevict.stress.trace import read_trace
@@ -101,6 +102,10 @@ def test_a_count_makes_tenants_with_numbers_and_salts_of_their_own(tmp_path: Pat
         ("tenants: [{kind: flooder, check: needle}]", "has nothing to ask for"),
         ("tenants: [{kind: chat}, {kind: chat}]", "two tenants are called 'chat'"),
         ("tenants: [{kind: trace}]", "trace must be the file of a Mooncake trace"),
+        (
+            "tenants: [{kind: trace, trace: a.jsonl, output_tokens: 3}]",
+            "output_tokens is what the trace says: leave it out",
+        ),
         ("tenants: [{kind: chat}]\nrequire: {needles: 1}", "unknown key require.needles"),
         ("tenants: [{", "is no YAML at line 1"),
     ],
@@ -228,8 +233,8 @@ def test_an_oscillator_has_a_line_in_each_half_and_copies_them_in_turn(
     prompt = "".join(map(chr, turn.tokens))
     places = [prompt.index(line + "\n") for line in answer.splitlines()[:4]]
     assert max(places[0], places[2]) < 751 < min(places[1], places[3])
-    # After the token that begins the prompt, lines begin with windows.
-    assert {(place - 1) % 24 for place in places} == {0}
+    # Lines begin with windows, whatever a prompt begins with.
+    assert {place % 24 for place in places} == {0}
 
 
 def test_a_thrasher_takes_its_prefixes_in_turn(texts: Texts, tmp_path: Path) -> None:
@@ -252,11 +257,51 @@ def test_no_request_is_longer_than_the_model_takes(texts: Texts, tmp_path: Path)
         assert 1500 < total <= 2048
 
 
+def test_what_is_cut_to_fit_is_not_asked_for(texts: Texts, tmp_path: Path) -> None:
+    mix = mix_of(
+        tmp_path,
+        "{name: a, kind: document, system_tokens: 100, prompt_tokens: 5000, output_tokens: 24},"
+        "{name: b, kind: document, system_tokens: 1500, prompt_tokens: 5000, output_tokens: 24}",
+    )
+    room = 2048 - 24
+    short, cut = (Workload(mix, texts, 2048).session(t, 0).turns[0] for t in mix.tenants)
+    # The text around the facts gives way, then the facts themselves.
+    assert len(short.tokens) == len(cut.tokens) == room
+    assert short.check is not None
+    assert f"{short.check.expected}." in "".join(map(chr, short.tokens))
+    assert cut.check is None
+
+
+def test_sessions_to_serve_alone_are_spread_over_all_of_a_tenant(
+    texts: Texts, tmp_path: Path
+) -> None:
+    mix = mix_of(
+        tmp_path,
+        "{kind: batch, arrival: {process: constant, rate: 1}},"
+        "{kind: thrasher, arrival: {process: constant, rate: 0.03}},"
+        "{kind: agent, arrival: {process: closed, users: 2}}",
+    )
+    work = Workload(mix, texts, 2048)
+    assert [work.sample(tenant, 4) for tenant in mix.tenants] == [
+        [0, 15, 30, 45],
+        list(range(len(work.times(mix.tenants[1])))),
+        [0, 1, 2, 3],
+    ]
+    assert len(work.times(mix.tenants[1])) < 4
+
+
 @pytest.mark.parametrize(
     ("answer", "share"), [(" a 1\n b 2\n c", 1.0), (" a 1\n b", 1.0), (" a 9", 2 / 3), ("", 0.0)]
 )
 def test_a_copy_counts_as_far_as_it_is_right(answer: str, share: float) -> None:
     assert Check(CheckKind.COPY, "a 1\n b 2").share(answer) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"), [(" 1009. Then 1046", 1), (" 1046, 1009", 0), (" 10091", 0), (" none", 0)]
+)
+def test_a_needle_is_found_by_an_answer_that_names_it_first(answer: str, share: float) -> None:
+    assert Check(CheckKind.NEEDLE, "1009").share(answer) == share
 
 
 # --- traces ---
@@ -276,6 +321,7 @@ def test_a_trace_keeps_its_times_lengths_and_common_blocks(texts: Texts, tmp_pat
     ]
     path.write_text("\n".join(lines) + "\n")
     mix = read_mix(path)
+    assert mix.seconds == 7
     work = Workload(mix, texts, 4096)
     assert work.times(mix.tenants[0]) == [0, 2, 6]
     first, second, third = (work.session(mix.tenants[0], n).turns[0] for n in range(3))
@@ -284,6 +330,17 @@ def test_a_trace_keeps_its_times_lengths_and_common_blocks(texts: Texts, tmp_pat
     assert first.tokens[1024:] != second.tokens[1024:]
     assert len(third.tokens) == 4091  # what the model takes beside five tokens of answer
     assert third.tokens[512:1536] == first.tokens[:1024]
+
+
+def test_clients_of_a_trace_leave_as_the_mix_says(texts: Texts, tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("\n".join([trace_line(output_length=50)] * 40))
+    mix = mix_of(tmp_path, "{kind: trace, trace: trace.jsonl, abort_rate: 0.5}")
+    work = Workload(mix, texts, 4096)
+    turns = [work.session(mix.tenants[0], n).turns[0] for n in range(40)]
+    left = [turn.abort_after for turn in turns if turn.abort_after is not None]
+    # Five standard deviations of a fair coin.
+    assert 4 < len(left) < 36
+    assert all(1 <= after < 50 for after in left)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +364,24 @@ def test_what_is_no_trace_is_one_sentence(line: str, message: str, tmp_path: Pat
 
 
 def record(**given: Any) -> Record:
-    base = Record("a", 0, 0, Outcome.DONE, 0.0, 10, 4, "h", (1, 2, 3, 4), 0.5, 2.0, 0.5, 0.6)
+    base = Record("a", 0, 0, Outcome.DONE, 0.0, 10, 4, "h", (1, 2, 3, 4), 0.5, 2.0, 2.0, 0.5, 0.6)
     return dataclasses.replace(base, **given)
 
 
 def test_quantiles_are_values_that_were_measured() -> None:
     assert [quantile([3, 1, 2, 4], q) for q in (0, 0.5, 0.75, 0.99, 1)] == [1, 2, 3, 4, 4]
     assert quantile([], 0.5) is None
+
+
+def test_who_waited_in_vain_counts_among_those_who_waited(tmp_path: Path) -> None:
+    mix = mix_of(tmp_path, "{name: a, kind: chat}")
+    waiting = [
+        record(outcome=how, first_seconds=None, latency_seconds=None, ended_seconds=60.0)
+        for how in (Outcome.CUT, Outcome.TIMEOUT)
+    ]
+    refused = record(outcome=Outcome.REFUSED, first_seconds=None, ended_seconds=0.001)
+    [row] = summarize(Run(mix, {}, [record(), record(), *waiting, refused]))
+    assert (row.first_p50, row.first_p90) == (0.5, 60.0)
 
 
 def test_answers_are_compared_only_where_prompts_are_equal() -> None:
@@ -439,6 +507,33 @@ def test_a_request_says_whose_it_is(tmp_path: Path) -> None:
     assert turns[1][: len(turns[0]) + 5] == [*turns[0], *range(7, 12)]
 
 
+def test_sessions_served_alone_share_nothing_but_among_their_own_turns(tmp_path: Path) -> None:
+    mix = SMALL.replace("baseline_sessions: 1", "baseline_sessions: 2")
+    with FakeSGLang() as server:
+        assert stress(server, tmp_path, "--baseline", mix=mix) == 0
+    alone = [body for body in server.bodies if "-alone-" in body["rid"]]
+    salts: dict[str, set[str]] = {}
+    for body in alone:
+        salts.setdefault(body["rid"].rpartition("-")[0], set()).add(body["cache_salt"])
+    assert len(salts) == 6
+    assert all(len(of_session) == 1 for of_session in salts.values())
+    assert len(set.union(*salts.values())) == 6
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_answer_is_whole_however_it_comes(incremental: bool, tmp_path: Path) -> None:
+    mix = """
+        seconds: 1
+        tenants: [{kind: agent, turns: 2, output_tokens: 8, prompt_tokens: 50, system_tokens: 0}]
+    """
+    with FakeSGLang(token_seconds=0.03, interval=4, incremental=incremental) as server:
+        assert stress(server, tmp_path, mix=mix) == 0
+    first, second, *_ = (body["input_ids"] for body in server.bodies)
+    assert second[: len(first) + 8] == [*first, *range(7, 15)]
+    # Four tokens come together, then four more, which took four times 30 ms and no seventh of it.
+    assert reported(tmp_path)["tenants"]["agent"]["token_p50"] > 0.028
+
+
 def test_priorities_are_left_out_where_a_server_has_none(tmp_path: Path) -> None:
     with FakeSGLang() as server:
         assert stress(server, tmp_path) == 0
@@ -466,6 +561,52 @@ def test_a_server_that_dies_is_reported_with_status_1(
     report = reported(tmp_path)
     assert "does not answer any more" in report["run"]["died"]
     assert report["totals"]["lost"] > 0
+
+
+def test_a_server_that_dies_while_tenants_are_alone_is_reported_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_qevict.stress.drive._DEAD_SECONDS", 1.0)
+    with FakeSGLang(die_after=1, tiered=True) as server:
+        assert stress(server, tmp_path, "--baseline") == 1
+    report = reported(tmp_path)
+    assert "does not answer any more" in report["run"]["died"]
+    assert report["totals"]["requests"] == 0
+
+
+def test_what_is_no_answer_of_sglangs_is_an_error_of_the_request(tmp_path: Path) -> None:
+    with FakeSGLang(garbled=True) as server:
+        assert stress(server, tmp_path) == 0
+    report = reported(tmp_path)
+    assert report["totals"]["done"] == 0
+    assert list(report["errors"]) == ["lost: no answer of SGLang's: KeyError('meta_info')"]
+
+
+def test_a_folder_that_can_not_be_written_is_told_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with FakeSGLang() as server:
+        for folder in (Path("/proc/self"), tmp_path / "file" / "report"):
+            assert stress(server, tmp_path, "--out", str(folder)) == 2
+            told = capsys.readouterr().err
+            assert told.startswith(f"sglang-qevict: {folder} can't be written (")
+            assert told.count("\n") == 1
+    assert server.bodies == []
+
+
+def test_a_report_that_finds_no_room_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sglang_qevict.stress.report._write_tables", full)
+    with FakeSGLang() as server:
+        assert stress(server, tmp_path) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("sglang-qevict: the report can't be written")
+    assert "No space left" in last
 
 
 def test_an_interrupt_ends_with_a_report_of_what_there_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.live import Live
 
 from sglang_qevict.stress.drive import Driver, Target, connect, load_texts
-from sglang_qevict.stress.mix import Mix, Problem, read_mix
+from sglang_qevict.stress.mix import Mix, read_mix
+from sglang_qevict.stress.problem import Problem
 from sglang_qevict.stress.progress import frame
 from sglang_qevict.stress.records import Record, Run
 from sglang_qevict.stress.summary import unmet
@@ -41,7 +43,8 @@ def run(
     ``seed``, ``seconds``: instead of the mix's own. ``baseline``: serve some requests alone first;
     ``baseline_from``: take those of an earlier report's folder.
 
-    Raises ``Problem``, a sentence with the remedy, before anything is sent.
+    Raises ``Problem``, a sentence with the remedy, before anything is sent, or when the report
+    can't be written.
     """
     try:
         from sglang_qevict.stress.report import write_report
@@ -55,12 +58,7 @@ def run(
         seconds=mix.seconds if seconds is None else seconds,
     )
     alone = _read_baseline(baseline_from) if baseline_from else []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(
-            f"{directory} can't be made ({error.strerror}): name another folder by --out"
-        ) from None
+    _require_room_for_a_report(directory)
     target = connect(address, api_key)
     workload = Workload(mix, load_texts(target), target.max_context)
     console = Console(stderr=True)
@@ -71,9 +69,26 @@ def run(
         driver.run.notes += _notes(target, mix)
         result = asyncio.run(driver.drive(baseline))
     console.print(frame(driver))
-    page = write_report(directory, result)
+    try:
+        page = write_report(directory, result)
+    except OSError as error:
+        raise Problem(
+            f"the report can't be written to {directory} ({error.strerror}): make room there and "
+            "run again"
+        ) from None
     print(page)
     return _status(result, console)
+
+
+def _require_room_for_a_report(directory: Path) -> None:
+    """Make the folder of the report, or find that nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise Problem(
+            f"{directory} can't be written ({error.strerror}): name another folder by --out"
+        ) from None
 
 
 def _status(result: Run, console: Console) -> int:

@@ -23,7 +23,8 @@ import httpx
 
 from qevict_monitoring import table as metrics
 from sglang_qevict.live.top import Scrape
-from sglang_qevict.stress.mix import Mix, Problem, Process, Tenant
+from sglang_qevict.stress.mix import Mix, Process, Tenant
+from sglang_qevict.stress.problem import Problem
 from sglang_qevict.stress.records import Outcome, Record, Run, Sample, flat_tiering
 from sglang_qevict.stress.workload import Session, Texts, Turn, Workload
 
@@ -137,34 +138,47 @@ def load_texts(target: Target) -> Texts:
 
 @dataclass
 class _Stream:
-    """What came of one request so far."""
+    """What came of one request so far.
+
+    stamps: when tokens came. first_tokens: how many came together as the first.
+    """
 
     sent_at: float
     stamps: list[float] = field(default_factory=list)
+    first_tokens: int = 0
     tokens: int = 0
     text: str = ""
     ids: list[int] = field(default_factory=list)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self, event: Mapping[str, Any], now: float) -> None:
+        """Note an event of the stream: all of the answer so far, or, from a server with
+        ``--incremental-streaming-output``, what is new of it."""
         self.meta = event["meta_info"]
         tokens = int(self.meta["completion_tokens"])
         if tokens > self.tokens:
             self.stamps.append(now)
+            self.first_tokens = self.first_tokens or tokens
             self.tokens = tokens
-        self.text = event.get("text") or self.text
-        self.ids = event.get("output_ids") or self.ids
+        text, ids = event.get("text") or "", event["output_ids"]
+        if len(ids) < tokens:
+            self.text, self.ids = self.text + text, self.ids + ids
+        else:
+            self.text, self.ids = text, ids
 
-    def times(self) -> dict[str, float | None]:
+    def times(self) -> dict[str, Any]:
         """Fields of ``Record``."""
+        ended = time.monotonic() - self.sent_at
         if not self.stamps:
-            return {}
+            return {"ended_seconds": ended}
         first, last = self.stamps[0], self.stamps[-1]
         gaps = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
+        rest = self.tokens - self.first_tokens
         return {
             "first_seconds": first - self.sent_at,
             "latency_seconds": last - self.sent_at,
-            "token_seconds": (last - first) / (self.tokens - 1) if self.tokens > 1 else None,
+            "ended_seconds": ended,
+            "token_seconds": (last - first) / rest if rest else None,
             "gap_seconds": max(gaps, default=None),
         }
 
@@ -207,28 +221,36 @@ class Driver:
 
     async def drive(self, baseline: bool) -> Run:
         """Send everything; returns early when a user stops it or the server dies."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop_by_user)
+        self._heed_signals(True)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         try:
             async with httpx.AsyncClient(
                 base_url=self.target.address,
                 headers=self.target.headers,
-                timeout=httpx.Timeout(self.mix.request_seconds, connect=_ANSWER_SECONDS),
+                # How long an answer may take is for ``_request`` to say.
+                timeout=httpx.Timeout(None, connect=_ANSWER_SECONDS),
                 limits=limits,
             ) as self._client:
                 phases = [self._alone] if baseline else []
                 for phase in (*phases, self._together):
                     await self._until_stopped(phase)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            self._heed_signals(False)
         return self.run
 
     def _stop_by_user(self) -> None:
+        """End with a report; who asks a second time gets none."""
         self.run.stopped = True
         self._stop.set()
+        self._heed_signals(False)
+
+    def _heed_signals(self, heed: bool) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if heed:
+                loop.add_signal_handler(number, self._stop_by_user)
+            else:
+                loop.remove_signal_handler(number)
 
     async def _until_stopped(self, phase: Callable[[], Any]) -> None:
         """A phase beside its watcher; both end when ``_stop`` is set."""
@@ -245,24 +267,31 @@ class Driver:
     # --- phases ---
 
     async def _alone(self) -> None:
-        """The first sessions of each tenant, one request at a time on the whole server."""
+        """Some sessions of each tenant, one request at a time on the whole server, each session
+        with nothing of others in the prefix cache."""
         self._begin("alone")
         show = asyncio.ensure_future(self._show())
         try:
             for tenant in self.mix.tenants:
-                before = (await self._ask()).tiering
-                total = self.workload.num_sessions(tenant)
-                for number in range(int(min(self.mix.baseline_sessions, total))):
+                before = await self._look()
+                for number in self.workload.sample(tenant, self.mix.baseline_sessions):
                     session = self.workload.session(tenant, number)
                     await self._converse(session, self.run.alone, alone=True)
-                after = (await self._ask()).tiering
-                self.run.alone_moves[tenant.name] = {
-                    key: after[key] - before.get(key, 0.0)
-                    for key in after
-                    if key.startswith("counters.")
-                }
+                after = await self._look()
+                if before and after:
+                    self.run.alone_moves[tenant.name] = {
+                        key: total - before.tiering.get(key, 0.0)
+                        for key, total in after.tiering.items()
+                        if key.startswith("counters.")
+                    }
         finally:
             await _end([show])
+        failed = sum(record.outcome.is_error for record in self.run.alone)
+        if failed:
+            self.run.notes.append(
+                f"{failed} of {len(self.run.alone)} requests failed that were served alone: "
+                "slowdowns are over the others."
+            )
 
     async def _together(self) -> None:
         """Everybody; sessions begin for ``mix.seconds``, and what runs then may end."""
@@ -305,25 +334,31 @@ class Driver:
         number = user
         while self.elapsed < self.mix.seconds:
             session = self.workload.session(tenant, number)
-            await self._converse(session, self.run.records)
+            last = await self._converse(session, self.run.records)
             await asyncio.sleep(session.turns[-1].think_seconds)
             number += tenant.arrival.users
-            if self.run.records and self.run.records[-1].outcome.is_error:
+            if last.is_error:
                 await asyncio.sleep(1.0)  # a server that refuses is not asked as fast as possible
 
-    async def _converse(self, session: Session, records: list[Record], alone: bool = False) -> None:
-        """All turns of a session, until one fails or is left, or the time is over."""
+    async def _converse(
+        self, session: Session, records: list[Record], alone: bool = False
+    ) -> Outcome:
+        """All turns of a session, until one fails or is left, or the time is over.
+
+        Returns how the last one ended.
+        """
         history: tuple[int, ...] = ()
         for number, turn in enumerate(session.turns):
+            if number and not alone:
+                await asyncio.sleep(session.turns[number - 1].think_seconds)
+                if self.elapsed > self.mix.seconds:
+                    break
             prompt = history + turn.tokens
             record = await self._request(session, number, turn, prompt, records, alone)
             if record.outcome is not Outcome.DONE:
-                return
+                return record.outcome
             history = prompt + record.output_ids
-            if number + 1 < len(session.turns) and not alone:
-                await asyncio.sleep(turn.think_seconds)
-                if self.elapsed > self.mix.seconds:
-                    return
+        return Outcome.DONE
 
     # --- one request ---
 
@@ -345,15 +380,18 @@ class Driver:
         self.sent[tenant.name] += 1
         outcome, error = Outcome.CUT, ""
         try:
-            body = self._body(tenant, turn, prompt, rid)
+            salt = f"{tenant.name}/{session.number}" if alone else tenant.salt or ""
+            body = self._body(tenant, turn, prompt, rid, salt)
             async with asyncio.timeout(self.mix.request_seconds):
                 outcome = await self._receive(body, stream, abort_after)
         except _Refused as refusal:
             outcome, error = Outcome.REFUSED, str(refusal)
-        except (TimeoutError, httpx.TimeoutException):
+        except TimeoutError:
             outcome, error = Outcome.TIMEOUT, f"no end after {self.mix.request_seconds:g} s"
         except httpx.HTTPError as lost:
             outcome, error = Outcome.LOST, str(lost) or type(lost).__name__
+        except (ValueError, KeyError, TypeError) as wrong:
+            outcome, error = Outcome.LOST, f"no answer of SGLang's: {wrong!r}"
         finally:
             del self.streams[rid]
             done = outcome is Outcome.DONE
@@ -378,7 +416,9 @@ class Driver:
             await self._find_out_if_dead(error)
         return record
 
-    def _body(self, tenant: Tenant, turn: Turn, prompt: Sequence[int], rid: str) -> dict[str, Any]:
+    def _body(
+        self, tenant: Tenant, turn: Turn, prompt: Sequence[int], rid: str, salt: str
+    ) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             "temperature": 0,
             "max_new_tokens": turn.output_tokens,
@@ -393,7 +433,7 @@ class Driver:
             "stream": True,
             "routing_key": tenant.name,
             # Neither an earlier run nor what was served alone has warmed the cache.
-            "cache_salt": f"{self._nonce}/{self.phase}/{tenant.salt or ''}",
+            "cache_salt": f"{self._nonce}/{self.phase}/{salt}",
         }
         if tenant.priority is not None and self.target.priorities:
             body["priority"] = tenant.priority
@@ -441,8 +481,8 @@ class Driver:
 
     async def _sample(self) -> None:
         while True:
-            with suppress(httpx.HTTPError):
-                self.run.samples.append(await self._ask())
+            if sample := await self._look():
+                self.run.samples.append(sample)
             await asyncio.sleep(_SAMPLE_SECONDS)
 
     async def _show(self) -> None:
@@ -450,8 +490,15 @@ class Driver:
             self._watch(self)
             await asyncio.sleep(0.25)
 
+    async def _look(self) -> Sample | None:
+        """The server now, or None of one that does not answer, or not as it did before."""
+        with suppress(TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError):
+            # A busy server may answer later.
+            async with asyncio.timeout(self.mix.request_seconds):
+                return await self._ask()
+        return None
+
     async def _ask(self) -> Sample:
-        """One look. Raises ``httpx.HTTPError``; a server that is busy may answer later."""
         tiering: dict[str, float] = {}
         if self.target.tiered:
             info = (await self._client.get("/server_info")).raise_for_status().json()

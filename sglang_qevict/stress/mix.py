@@ -14,18 +14,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang_qevict.stress.problem import Problem
+from sglang_qevict.stress.trace import read_trace
+
 __all__ = [
-    "KIND_DEFAULTS", "MAX_LINES", "Arrival", "CheckKind", "Distribution", "Kind", "Mix", "Problem",
-    "Process", "Requirements", "Tenant", "TraceFile", "read_mix", "trace_mix",
+    "KIND_DEFAULTS", "MAX_LINES", "Arrival", "CheckKind", "Distribution", "Kind", "Mix", "Process",
+    "Requirements", "Tenant", "TraceFile", "read_mix", "trace_mix",
 ]  # fmt: skip
 
 
 MAX_LINES = 64
 """Of an oscillator, in each half."""
-
-
-class Problem(Exception):
-    """What a user can mend, in a sentence."""
 
 
 class Kind(Enum):
@@ -226,6 +225,7 @@ KIND_DEFAULTS: Mapping[Kind, Mapping[str, Any]] = {
         "prompt_tokens": {"uniform": [2000, 4000]},
         "output_tokens": 8,
     },
+    # What a trace sends is in its own file.
     Kind.TRACE: {"prompt_tokens": 1, "output_tokens": 1},
 }
 """What a kind takes where the file says nothing, written as the file would."""
@@ -236,6 +236,12 @@ _ONLY = {
     "trace": Kind.TRACE, "speed": Kind.TRACE, "scale": Kind.TRACE, "block_tokens": Kind.TRACE,
 }  # fmt: skip
 """Keys that one kind alone has."""
+
+_SAID_BY_TRACES = (
+    "arrival", "prompt_tokens", "turn_tokens", "output_tokens", "turns", "think_seconds", "system",
+    "system_tokens", "check",
+)  # fmt: skip
+"""Keys of a tenant that the file of a trace has the say in."""
 
 _CHECKED = {Kind.CHAT, Kind.DOCUMENT, Kind.AGENT, Kind.BATCH}
 _PROCESS_KEYS = {
@@ -272,10 +278,10 @@ def read_mix(path: Path) -> Mix:
 
 
 def trace_mix(path: Path) -> Mix:
-    """One tenant that replays a trace at its own pace and lengths."""
+    """One tenant that replays a trace at its own pace and lengths, to its end."""
     return _Reader(path).mix(
         {
-            "seconds": 1e6,
+            "seconds": read_trace(path)[-1].at_seconds + 1,
             "tenants": [{"name": "trace", "kind": "trace", "trace": str(path.resolve())}],
         }
     )
@@ -336,6 +342,8 @@ class _Reader:
                     f"{self._path}: {where}.{key} is for kind {_ONLY[key].value} only, not "
                     f"{kind.value}: leave it out"
                 )
+            if kind is Kind.TRACE and key in _SAID_BY_TRACES:
+                raise Problem(f"{self._path}: {where}.{key} is what the trace says: leave it out")
         count = self._integer(1)(data.get("count", 1), f"{where}.count")
         data = {**_OF_ALL, **KIND_DEFAULTS[kind], **data}
         names = [f"{name}-{number}" for number in range(1, count + 1)] if count > 1 else [name]

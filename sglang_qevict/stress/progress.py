@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sglang_qevict.stress.drive import Driver
-from sglang_qevict.stress.records import Outcome, Record
+from sglang_qevict.stress.records import Outcome
 from sglang_qevict.stress.summary import quantile
 
 __all__ = ["frame"]
@@ -18,28 +18,28 @@ __all__ = ["frame"]
 _BAR = 32
 
 
-class _Row(NamedTuple):
-    running: int
-    waiting: int
-    outcomes: Counter[Outcome]
-    firsts: list[float]
+@dataclass
+class _Row:
+    running: int = 0
+    waiting: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    firsts: list[float] = field(default_factory=list)
 
 
 def frame(driver: Driver) -> RenderableType:
     """The run so far, a line for each tenant."""
     alone = driver.phase == "alone"
-    records = driver.run.alone if alone else driver.run.records
+    rows = _rows(driver, alone)
     table = Table(box=None, pad_edge=False)
     table.add_column("tenant", no_wrap=True)
     for heading in ("sent", "waiting", "running", "done", "left", "errors", "first token, s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for tenant in driver.mix.tenants:
-        row = _row(driver, tenant.name, records)
+    for name, row in rows.items():
         errors = sum(count for outcome, count in row.outcomes.items() if outcome.is_error)
         first = quantile(row.firsts, 0.5)
         table.add_row(
-            tenant.name,
-            str(driver.sent[tenant.name]),
+            name,
+            str(driver.sent[name]),
             str(row.waiting or "·"),
             str(row.running or "·"),
             str(row.outcomes[Outcome.DONE]),
@@ -50,13 +50,20 @@ def frame(driver: Driver) -> RenderableType:
     return Group(_head(driver, alone), table)
 
 
-def _row(driver: Driver, name: str, records: list[Record]) -> _Row:
-    streams = [stream for tenant, stream in driver.streams.values() if tenant.name == name]
-    running = sum(1 for stream in streams if stream.tokens)
-    mine = [record for record in records if record.tenant == name]
-    firsts = [record.first_seconds for record in mine if record.first_seconds is not None]
-    outcomes = Counter(record.outcome for record in mine)
-    return _Row(running, len(streams) - running, outcomes, firsts)
+def _rows(driver: Driver, alone: bool) -> dict[str, _Row]:
+    rows = {tenant.name: _Row() for tenant in driver.mix.tenants}
+    for tenant, stream in driver.streams.values():
+        row = rows[tenant.name]
+        if stream.tokens:
+            row.running += 1
+        else:
+            row.waiting += 1
+    for record in driver.run.alone if alone else driver.run.records:
+        row = rows[record.tenant]
+        row.outcomes[record.outcome] += 1
+        if record.first_seconds is not None:
+            row.firsts.append(record.first_seconds)
+    return rows
 
 
 def _head(driver: Driver, alone: bool) -> Text:

@@ -33,9 +33,10 @@ class Record:
     """One request.
 
     at_seconds: when it was sent, since the beginning. first_seconds: until its first token came.
-    latency_seconds: until its last. token_seconds: mean time of a token after the first.
-    gap_seconds: the longest wait within the answer. check: share of the answer that is right, None
-    if nothing is asked for. prompt_hash: of all tokens of the prompt.
+    latency_seconds: until its last. ended_seconds: until its client was done with it, however it
+    ended. token_seconds: mean time of a token after the first ones to come. gap_seconds: the
+    longest wait within the answer. check: share of the answer that is right, None if nothing is
+    asked for. prompt_hash: of all tokens of the prompt.
     """
 
     tenant: str
@@ -49,6 +50,7 @@ class Record:
     output_ids: tuple[int, ...] = ()
     first_seconds: float | None = None
     latency_seconds: float | None = None
+    ended_seconds: float = 0.0
     token_seconds: float | None = None
     gap_seconds: float | None = None
     cached_tokens: int = 0
@@ -60,6 +62,14 @@ class Record:
     def key(self) -> tuple[str, int, int]:
         """Which request of the mix it is."""
         return self.tenant, self.session, self.turn
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Until its first token, or until nobody waited for it any more; None if it was refused or
+        lost before."""
+        if self.first_seconds is None and self.outcome in (Outcome.TIMEOUT, Outcome.CUT):
+            return self.ended_seconds
+        return self.first_seconds
 
     def as_json(self) -> dict[str, Any]:
         """All fields, for JSON."""

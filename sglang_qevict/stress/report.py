@@ -68,7 +68,11 @@ _COLUMNS: dict[str, tuple[str, str, str]] = {
     "left": ("left", "Aborted by their own client, as the mix says", "d"),
     "errors": ("errors", "Refused by the server, lost with the connection, or too late", "d"),
     "cut": ("cut", "Unfinished when the run ended", "d"),
-    "first_p50": ("TTFT p50", "Seconds until the first token, median", ".2f"),
+    "first_p50": (
+        "TTFT p50",
+        "Seconds until the first token, or waited for it in vain, median",
+        ".2f",
+    ),
     "first_p90": ("p90", "Nine of ten requests had it by then", ".2f"),
     "first_p99": ("p99", "99 of 100 requests had it by then", ".2f"),
     "token_p50": ("TPOT p50", "Milliseconds for each token after the first, median", "ms"),
@@ -87,7 +91,10 @@ _COLUMNS: dict[str, tuple[str, str, str]] = {
 
 
 def write_report(directory: Path, run: Run) -> Path:
-    """Write everything into a directory, which is there; returns the page."""
+    """Write everything into a directory, which is there, in place of an earlier report.
+
+    Returns the page. Raises ``OSError``.
+    """
     rows = summarize(run)
     fair = fairness(run.records, run.alone)
     _write_tables(directory, run, rows)
@@ -116,24 +123,17 @@ def _embedded(directory: Path, plots: Iterable[tuple[str, str]]) -> list[tuple[s
 
 
 def _write_tables(directory: Path, run: Run, rows: Sequence[TenantSummary]) -> None:
-    with (directory / "tenants.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow([field.name for field in dataclasses.fields(TenantSummary)])
-        table.writerows(dataclasses.astuple(row) for row in rows)
-    with (directory / "requests.csv").open("w", newline="") as file:
-        requests = [record.as_json() for record in run.records]
-        for request in requests:
-            del request["output_ids"]
-        names = list(requests[0]) if requests else ["tenant"]
-        lines = csv.DictWriter(file, names)
-        lines.writeheader()
-        lines.writerows(requests)
-    with (directory / "samples.csv").open("w", newline="") as file:
-        samples = [_flat(sample) for sample in run.samples]
-        names = list(dict.fromkeys(key for sample in samples for key in sample))
-        lines = csv.DictWriter(file, names)
-        lines.writeheader()
-        lines.writerows(samples)
+    tenants = [dataclasses.asdict(row) for row in rows]
+    requests = [record.as_json() for record in run.records]
+    for request in requests:
+        del request["output_ids"]
+    samples = [_flat(sample) for sample in run.samples]
+    for name, entries in (("tenants", tenants), ("requests", requests), ("samples", samples)):
+        columns = list(dict.fromkeys(key for entry in entries for key in entry))
+        with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, columns)
+            table.writeheader()
+            table.writerows(entries)
     baseline = directory / "baseline.json"
     baseline.unlink(missing_ok=True)
     if run.alone:
@@ -199,6 +199,10 @@ def _promotions(run: Run) -> dict[str, float]:
 
 # -- plots --------------------------------------------------------------------------------
 
+_PLOTS = tuple(
+    f"{name}.png" for name in ("latency", "requests", "load", "tiers", "moves", "fairness")
+)
+
 
 def _plots(
     directory: Path, run: Run, rows: Sequence[TenantSummary], fair: Fairness
@@ -248,6 +252,8 @@ def _plots(
                 "fairness.png", "How many times longer a tenant's requests took than alone; "
                 "median.", 1.1 + tall,
             ), rows, fair)  # fmt: skip
+        for name in _PLOTS:
+            (directory / name).unlink(missing_ok=True)
         for name, _, figure in plots:
             figure.savefig(directory / name)
     return [(name, caption) for name, caption, _ in plots]
@@ -305,23 +311,12 @@ def _plot_requests(figure: Figure, run: Run) -> None:
     kinds = {tenant.name: tenant.kind for tenant in run.mix.tenants}
     for place, (name, kind) in enumerate(kinds.items()):
         mine = [record for record in run.records if record.tenant == name]
-        lanes = _lanes([(r.at_seconds, r.at_seconds + _length(r, run)) for r in mine])
+        lanes = _lanes([(r.at_seconds, r.at_seconds + r.ended_seconds) for r in mine])
         height = 0.8 / max(1, max(lanes, default=0) + 1)
-        for record, lane in zip(mine, lanes, strict=True):
-            start, length = record.at_seconds, _length(record, run)
-            bottom = place - 0.4 + lane * height
-            wait = min(length, length if record.first_seconds is None else record.first_seconds)
-            thick = height * 0.82
-            color = _KIND_COLORS[kind]
-            axes.broken_barh([(start, wait)], (bottom, thick), color=color, alpha=0.28, linewidth=0)
-            axes.broken_barh(
-                [(start + wait, length - wait)], (bottom, thick), color=color, linewidth=0
-            )
-            end, middle = start + length, bottom + thick / 2
-            if record.outcome.is_error:
-                axes.plot([end], [middle], "x", color=_ERROR, markersize=5)
-            elif record.outcome is Outcome.ABORTED:
-                axes.plot([end, end], [bottom, bottom + thick], color="#222222", linewidth=1)
+        for lane in set(lanes):
+            bottom, thick = place - 0.4 + lane * height, height * 0.82
+            there = [record for record, at in zip(mine, lanes, strict=True) if at == lane]
+            _plot_lane(axes, there, (bottom, thick), _KIND_COLORS[kind])
     axes.set_xlabel("seconds")
     axes.set_xlim(0, max(run.seconds, 1e-3))
     if run.seconds > run.mix.seconds:
@@ -329,11 +324,26 @@ def _plot_requests(figure: Figure, run: Run) -> None:
     _name_tenants(axes, list(kinds))
 
 
-def _length(record: Record, run: Run) -> float:
-    """Seconds that a request is drawn; to the end of the run for one that was cut."""
-    if record.outcome is Outcome.CUT:
-        return max(0.0, run.seconds - record.at_seconds)
-    return record.latency_seconds or 0.0
+def _plot_lane(
+    axes: Axes, records: Sequence[Record], place: tuple[float, float], color: str
+) -> None:
+    """Requests one after the other; ``place``: bottom and height."""
+    waits, answers = [], []
+    failed, left = [], []
+    for record in records:
+        start, length, wait = record.at_seconds, record.ended_seconds, record.first_seconds
+        wait = length if wait is None else wait
+        waits.append((start, wait))
+        answers.append((start + wait, length - wait))
+        if record.outcome.is_error:
+            failed.append(start + length)
+        elif record.outcome is Outcome.ABORTED:
+            left.append(start + length)
+    bottom, thick = place
+    axes.broken_barh(waits, place, color=color, alpha=0.28, linewidth=0)
+    axes.broken_barh(answers, place, color=color, linewidth=0)
+    axes.plot(failed, [bottom + thick / 2] * len(failed), "x", color=_ERROR, markersize=5)
+    axes.vlines(left, bottom, bottom + thick, color="#222222", linewidth=1)
 
 
 def _lanes(spans: Sequence[tuple[float, float]]) -> list[int]:

@@ -52,10 +52,12 @@ class Fairness(NamedTuple):
 
 @dataclass(frozen=True)
 class TenantSummary:
-    """One tenant's row. Times in seconds, of requests that were not cut short by an error.
+    """One tenant's row. Times in seconds.
 
-    left: aborted by their own clients. cut: unfinished when the run ended. cached: share of prompt
-    tokens that a prefix cache had. churn: mean of the server's own metric during the run.
+    left: aborted by their own clients. cut: unfinished when the run ended. first_*: of all that
+    waited for a first token; of those that waited in vain, how long they did, so that a server does
+    not look fast by those that it did not get to. cached: share of prompt tokens that a prefix
+    cache had. churn: mean of the server's own metric during the run.
     """
 
     tenant: str
@@ -93,7 +95,7 @@ def summarize(run: Run) -> list[TenantSummary]:
 def _row(run: Run, tenant: Tenant, slowdown: float | None) -> TenantSummary:
     mine = [record for record in run.records if record.tenant == tenant.name]
     outcomes = Counter(record.outcome for record in mine)
-    firsts = _known(r.first_seconds for r in mine)
+    firsts = _known(r.wait_seconds for r in mine)
     times = _known(r.token_seconds for r in mine)
     gaps = _known(r.gap_seconds for r in mine)
     checks = _known(r.check for r in mine)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_qevict.stress.mix import Problem
+from sglang_qevict.stress.problem import Problem
 
 __all__ = ["TraceRequest", "read_trace"]
 

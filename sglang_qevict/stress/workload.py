@@ -1,17 +1,18 @@
-"""A mix and a seed as requests: the same ones on every run and every machine.
+"""A mix and a seed as requests: the same ones on every run.
 
 A session depends on the seed, its tenant's name and its own number alone, so neither the speed of
 a server nor other tenants change it. Prompts are token ids, so their lengths are exact: slices of
 Python's own help topics, and sentences from a fixed list. The server's tokenizer turns both into
-ids once.
+ids once, so other requests come of another tokenizer, or of the topics of another Python.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from sglang_qevict.stress.mix import (
@@ -106,7 +107,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class Check:
-    """What a right answer holds. Of a copy: how it begins, as long as either reaches."""
+    """What a right answer is: of a needle, its first number; of a copy, how it begins, as long as
+    either reaches."""
 
     kind: CheckKind
     expected: str
@@ -114,7 +116,8 @@ class Check:
     def share(self, answer: str) -> float:
         """How much of it is right, from 0 to 1."""
         if self.kind is CheckKind.NEEDLE:
-            return float(self.expected in answer)
+            number = re.search(r"\d+", answer)
+            return float(number is not None and number.group() == self.expected)
         answer = answer.strip()
         length = min(len(answer), len(self.expected))
         right = 0
@@ -175,14 +178,19 @@ class Workload:
         """One session; a trace has no more than its lines."""
         rng = self._rng(tenant, number)
         if tenant.trace is not None:
-            turns = [self._traced(tenant, self._traces[tenant.name][number])]
+            turns = [self._traced(tenant, self._traces[tenant.name][number], rng)]
         else:
             turns = self._turns(tenant, number, rng)
         return Session(tenant, number, self._fitting(turns))
 
-    def num_sessions(self, tenant: Tenant) -> float:
-        """How many there are: infinitely many but of a trace."""
-        return len(self._traces[tenant.name]) if tenant.trace else float("inf")
+    def sample(self, tenant: Tenant, count: int) -> list[int]:
+        """Numbers of so many sessions, evenly from all that begin; the first of a closed loop,
+        where the server decides how many there are."""
+        if tenant.trace is None and tenant.arrival.process is Process.CLOSED:
+            return list(range(count))
+        total = len(self.times(tenant))
+        count = min(count, total)
+        return [place * total // count for place in range(count)]
 
     def _rng(self, tenant: Tenant, what: object) -> random.Random:
         return random.Random(f"{self.mix.seed} {tenant.name} {what}")
@@ -194,12 +202,14 @@ class Workload:
         ]
         turns = []
         for turn in range(count):
+            system = () if turn else self._system(tenant)
             length = (tenant.turn_tokens if turn else tenant.prompt_tokens).draw_count(rng)
             output = tenant.output_tokens.draw_count(rng)
+            length = min(length, max(1, self._max_context - output - len(system)))
             grammar = None
             check = None
             if tenant.kind is Kind.OSCILLATOR:
-                tokens, grammar = self._oscillate(tenant, length, output, rng)
+                tokens, grammar = self._oscillate(tenant, len(system), length, output, rng)
             elif tenant.kind is Kind.THRASHER:
                 tokens = self._thrash(tenant, number, length, rng)
             elif tenant.check is CheckKind.NEEDLE:
@@ -209,26 +219,24 @@ class Workload:
                 tokens, check = self._copy(length, output, rng)
             else:
                 tokens = self._texts.slice(rng, length)
-            if turn == 0:
-                tokens = self._system(tenant) + tokens
-            aborts = rng.random() < tenant.abort_rate
-            abort_after = rng.randint(1, max(1, output - 1)) if aborts else None
+            abort_after = _abort_after(tenant, output, rng)
             think = tenant.think_seconds.draw(rng)
-            turns.append(Turn(tokens, output, think, check, abort_after, grammar))
+            turns.append(Turn(system + tokens, output, think, check, abort_after, grammar))
         return turns
 
     def _fitting(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """The turns for which the model has room; the first is cut from the front to fit."""
+        """The turns for which the model has room.
+
+        A first one that needs more, whatever its length, loses its beginning, and is checked for
+        nothing: what it asks for may have been there.
+        """
         first = turns[0]
         output = min(first.output_tokens, self._max_context - 1)
         keep = self._max_context - output
-        fitting = [
-            Turn(
-                first.tokens if len(first.tokens) <= keep else first.tokens[-keep:],
-                output, first.think_seconds, first.check, first.abort_after, first.grammar,
-            )
-        ]  # fmt: skip
-        used = len(fitting[0].tokens) + output
+        if len(first.tokens) > keep:
+            first = replace(first, tokens=first.tokens[-keep:], check=None)
+        fitting = [replace(first, output_tokens=output)]
+        used = len(first.tokens) + output
         for turn in turns[1:]:
             used += len(turn.tokens) + turn.output_tokens
             if used > self._max_context:
@@ -288,12 +296,13 @@ class Workload:
         return self._texts.slice(prefix, length - tail) + self._texts.slice(rng, tail)
 
     def _oscillate(
-        self, tenant: Tenant, length: int, output: int, rng: random.Random
+        self, tenant: Tenant, before: int, length: int, output: int, rng: random.Random
     ) -> tuple[tuple[int, ...], str]:
         """Lines far apart, half of them in each half of the text, and the order to copy them.
 
         The grammar makes the answer copy a line of A, then one of B, again and again, each as long
         as the time between two routing events: what is attended to lies elsewhere at each.
+        ``before``: tokens of the prompt that come first.
         """
         phrases, period = self._texts.phrases, tenant.period_tokens
         lines = {
@@ -302,17 +311,17 @@ class Workload:
             for number in range(tenant.lines)
         }
         order = phrases[_OSCILLATE]
-        fixed = len(order) + sum(len(ids) for _, ids in lines.values())
-        gap = max(0, length - fixed) // len(lines)
-        filler = self._texts.slice(rng, max(0, length - fixed) + 1)
+        room = max(0, length - len(order) - sum(len(ids) for _, ids in lines.values()))
+        filler, gap = self._texts.slice(rng, room), room // len(lines)
         tokens: list[int] = []
         used = 0
         for _, ids in lines.values():
             # A line begins with a window, so that it is in one and not in two.
-            end = max(used, min(len(filler) - 1, used + gap - (len(tokens) + gap) % period))
+            unaligned = (before + len(tokens) + gap) % period
+            end = used + max(0, gap - unaligned)
             tokens += [*filler[used:end], *ids]
             used = end
-        tokens += [*filler[used : max(used, length - fixed)], *order]
+        tokens += [*filler[used:], *order]
         steps = [(half, number) for number in range(tenant.lines) for half in "AB"]
         answer = "".join(lines[step][0] for step in steps)
         times = 1 + 2 * output // (period * len(steps))
@@ -328,7 +337,7 @@ class Workload:
             text, ids = text + word, ids + phrases[word]
         return text + "\n", ids + phrases["\n"]
 
-    def _traced(self, tenant: Tenant, line: TraceRequest) -> Turn:
+    def _traced(self, tenant: Tenant, line: TraceRequest, rng: random.Random) -> Turn:
         """Blocks with the same number have the same tokens, whoever sends them."""
         trace = tenant.trace
         assert trace is not None
@@ -341,7 +350,14 @@ class Workload:
         tokens += self._texts.slice(rest, max(0, length - len(tokens)))
         output = min(max(1, round(line.output_tokens * trace.scale)), self._max_context - 1)
         # What is too long loses its end: what it shares with others is at its beginning.
-        return Turn(tuple(tokens[: min(length, self._max_context - output)]), output, 0.0)
+        tokens = tokens[: min(length, self._max_context - output)]
+        return Turn(tuple(tokens), output, 0.0, abort_after=_abort_after(tenant, output, rng))
+
+
+def _abort_after(tenant: Tenant, output: int, rng: random.Random) -> int | None:
+    """After which token of an answer its client leaves, if it does."""
+    leaves = rng.random() < tenant.abort_rate
+    return rng.randint(1, max(1, output - 1)) if leaves else None
 
 
 @cache

@@ -17,10 +17,13 @@ from server.tiering import (
     TIERED,
     Answer,
     answer,
+    answers,
     assert_idle,
+    assert_routed_alike,
     assert_same_up_to_a_near_tie,
     prompts,
     report,
+    tiers_at_events,
 )
 
 pytestmark = pytest.mark.server
@@ -54,7 +57,7 @@ def test_a_stream_brings_the_same_text_as_one_answer(server: Server) -> None:
 def test_prompts_around_the_window_are_answered_together_as_alone(server: Server) -> None:
     around, tokens = prompts([1, 7, 8, 9, 29]), 12
     alone = [answer(server, prompt, tokens) for prompt in around]
-    together = _together(server, around, tokens)
+    together = answers(server, around, tokens)
     for one, other in zip(alone, together, strict=True):
         assert_same_up_to_a_near_tie(one, other)
 
@@ -65,32 +68,11 @@ def test_a_request_among_others_answers_and_is_routed_as_alone(server: Server) -
     tokens = 34
     alone = answer(server, mine, tokens)
     server.flush_cache()
-    among = _together(server, [mine, *others], tokens)[0]
-    first, second = _tiers_at_events(server, prompt=len(mine))
+    among = answers(server, [mine, *others], tokens)[0]
+    first, second = tiers_at_events(server, prompt=len(mine))
     assert list(first) == [1200, 1208, 1216, 1224, 1232]
     assert len(set(first.values())) == len(first)
-    step = assert_same_up_to_a_near_tie(alone, among)
-    if step is None:
-        assert second == first
-    else:
-        same = [length for length in first if length <= len(mine) + step]
-        assert [second[length] for length in same] == [first[length] for length in same]
-
-
-def _tiers_at_events(server: Server, prompt: int) -> list[dict[int, str]]:
-    """Checksums of the tiers by length, of each request with a prompt of so many tokens."""
-    pattern = rf"prompt of {prompt} routed at (\d+): tiers ([0-9a-f]+)"
-    runs: list[dict[int, str]] = []
-    for length, checksum in re.findall(pattern, server.log_text()):
-        if int(length) == prompt:
-            runs.append({})
-        runs[-1][int(length)] = checksum
-    return runs
-
-
-def _together(server: Server, asked: list[list[int]], tokens: int) -> list[Answer]:
-    with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(lambda prompt: answer(server, prompt, tokens), asked))
+    assert_routed_alike((alone, first), (among, second), len(mine))
 
 
 def test_fifty_aborted_streams_leave_nothing(server: Server) -> None:
@@ -145,7 +127,7 @@ def test_a_retracted_request_goes_on_as_if_all_so_far_was_sent_afresh(server: Se
     server.flush_cache()
     afresh = answer(server, prompt + whole.tokens[:generated], tokens - generated)
     assert afresh.tokens == whole.tokens[generated:]
-    first, second = _tiers_at_events(server, prompt=resumed)
+    first, second = tiers_at_events(server, prompt=resumed)
     assert len(first) > 3
     assert second == first
 

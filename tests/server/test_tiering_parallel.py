@@ -6,7 +6,6 @@ and evict, and in what tiering admits, claims, keeps and drops (``TieringState``
 
 from __future__ import annotations
 
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,34 +15,21 @@ import pytest
 from server.harness import Server, ServerPool
 from server.tiering import (
     EVERYTHING_FULL,
+    RANKS,
     TIERED,
     answer,
-    assert_idle,
+    assert_consensus,
     assert_same_up_to_a_near_tie,
     prompts,
+    ranks_env,
     report,
 )
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-RANKS = 3  # the model has three KV heads
-
 
 def _three_ranks(servers: ServerPool, *flags: str) -> Server:
-    cores = sorted(os.sched_getaffinity(0))
-    env = {
-        # One core for each rank, though there may be fewer of them.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[n % len(cores)]) for n in range(RANKS)),
-        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-    }
-    return servers.get(*TIERED, "--tp", str(RANKS), *flags, env=env)
-
-
-def _assert_consensus(server: Server) -> None:
-    log = server.log_text()
-    assert log.count("Rank consensus checker is enabled") == RANKS
-    assert "Found rank divergence" not in log
-    assert_idle(server)
+    return servers.get(*TIERED, "--tp", str(RANKS), *flags, env=ranks_env())
 
 
 def test_at_budget_one_three_ranks_answer_as_one(servers: ServerPool) -> None:
@@ -52,7 +38,7 @@ def test_at_budget_one_three_ranks_answer_as_one(servers: ServerPool) -> None:
     one = [answer(alone, prompt, 24) for prompt in asked]
     server = _three_ranks(servers, *EVERYTHING_FULL)
     three = [answer(server, prompt, 24) for prompt in asked]
-    _assert_consensus(server)
+    assert_consensus(server)
     for expected, found in zip(one, three, strict=True):
         assert_same_up_to_a_near_tie(expected, found)
 
@@ -90,4 +76,4 @@ def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) ->
     assert [ask(2), ask(2)][1] == "reused"
     assert report(server)["counters"]["demoted"] > 0
     assert "Retract requests" in server.log_text()
-    _assert_consensus(server)
+    assert_consensus(server)

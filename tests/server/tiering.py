@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -16,6 +19,8 @@ from transformers import AutoTokenizer
 from server.harness import Server
 from sglang_qevict.models import fetch_model
 
+RANKS = 3  # the embedded model has three KV heads
+
 TIERED = ("--kv-tiering", "qevict")
 EVERYTHING_FULL = ("--kv-tiering-budget", "1", "--kv-tiering-quant-fraction", "0")
 
@@ -25,6 +30,24 @@ _NEAR_TIE = 0.25
 
 _LICENSES = Path("/usr/share/common-licenses")
 _IDLE_SECONDS = 60.0
+
+
+def ranks_env() -> dict[str, str]:
+    """Variables for a server with ``--tp 3``: cores, and SGLang's check of what ranks decide."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        # One core for each rank, though there may be fewer of them.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[n % len(cores)]) for n in range(RANKS)),
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    }
+
+
+def assert_consensus(server: Server) -> None:
+    """All ranks of an idle server have decided alike, and nothing is left."""
+    log = server.log_text()
+    assert log.count("Rank consensus checker is enabled") == RANKS
+    assert "Found rank divergence" not in log
+    assert_idle(server)
 
 
 @functools.cache
@@ -62,7 +85,12 @@ class Answer:
 
 
 def answer(
-    server: Server, prompt: Sequence[int], tokens: int, num_best: int = 10, **sampling: Any
+    server: Server,
+    prompt: Sequence[int],
+    tokens: int,
+    num_best: int = 10,
+    salt: str | None = None,
+    **sampling: Any,
 ) -> Answer:
     """The answer to a prompt, as many tokens long as asked."""
     sampling = sampling or {"ignore_eos": True}
@@ -72,6 +100,8 @@ def answer(
         "return_logprob": True,
         "top_logprobs_num": num_best,
     }
+    if salt is not None:
+        request["cache_salt"] = salt
     result = server.post("/generate", request)
     best = [
         {token: logprob for logprob, token, _ in sorted(step, reverse=True)}
@@ -79,6 +109,47 @@ def answer(
     ]
     assert len(result["output_ids"]) == len(best) == tokens
     return Answer(result["output_ids"], best)
+
+
+def answers(
+    server: Server,
+    asked: Sequence[Sequence[int]],
+    tokens: int,
+    salts: Sequence[str | None] | None = None,
+) -> list[Answer]:
+    """Answers to prompts that are sent at the same time."""
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(
+            threads.map(
+                lambda prompt, salt: answer(server, prompt, tokens, salt=salt),
+                asked,
+                salts or [None] * len(asked),
+            )
+        )
+
+
+def tiers_at_events(server: Server, prompt: int) -> list[dict[int, str]]:
+    """Checksums of the tiers by length, of each request with a prompt of so many tokens.
+
+    From the server's log at the level debug.
+    """
+    pattern = rf"prompt of {prompt} routed at (\d+): tiers ([0-9a-f]+)"
+    runs: list[dict[int, str]] = []
+    for length, checksum in re.findall(pattern, server.log_text()):
+        if int(length) == prompt:
+            runs.append({})
+        runs[-1][int(length)] = checksum
+    return runs
+
+
+def assert_routed_alike(
+    one: tuple[Answer, dict[int, str]], other: tuple[Answer, dict[int, str]], prompt: int
+) -> None:
+    """Two answers to a prompt of so many tokens are one, and so are the tiers at each event, up to
+    where a near tie of two tokens ends that."""
+    step = assert_same_up_to_a_near_tie(one[0], other[0])
+    same = [length for length in one[1] if step is None or length <= prompt + step]
+    assert [other[1][length] for length in same] == [one[1][length] for length in same]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -110,16 +181,21 @@ def _held(found: dict[str, Any]) -> dict[str, int]:
     return {kind: amount for kind, amount in held.items() if amount}
 
 
-def assert_idle(server: Server) -> None:
-    """Once nothing runs: no window is seen; after a flush no byte is held, and the log is clean."""
+def wait_until_idle(server: Server) -> None:
+    """Until no request runs, no window is seen, and the checks of an idle server have been made."""
     deadline = time.monotonic() + _IDLE_SECONDS
     # A row that was given back is released at the next launch, or by the check when idle.
     while (found := report(server))["requests"] or _seen(found):
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     assert found["counters"]["non_finite"] == 0
-    # SGLang's own check and tiering's come when the server idles, before the flush.
+    # SGLang's own check and tiering's come when the server idles.
     time.sleep(1)
+
+
+def assert_idle(server: Server) -> None:
+    """Once nothing runs: no window is seen; after a flush no byte is held, and the log is clean."""
+    wait_until_idle(server)
     server.assert_clean()
     server.flush_cache()
     assert _held(report(server)) == {}

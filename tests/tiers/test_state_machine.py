@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from faults import FailingStore
 from mini_engine import MemoryStore, MiniEngine, Text, Waiting
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
@@ -36,7 +37,9 @@ class RequestLives(RuleBasedStateMachine):
         full_layers=st.sampled_from([frozenset[int](), frozenset({1})]),
         reuse=st.sampled_from([PrefixReuse.CODES, PrefixReuse.CODES, PrefixReuse.OFF]),
         fixed_shapes=st.booleans(),
-        spills=st.booleans(),
+        store=st.one_of(
+            st.none(), st.builds(MemoryStore), st.builds(FailingStore, st.integers(0, 9))
+        ),
     )
     def make(
         self,
@@ -47,7 +50,7 @@ class RequestLives(RuleBasedStateMachine):
         full_layers: frozenset[int],
         reuse: PrefixReuse,
         fixed_shapes: bool,
-        spills: bool,
+        store: MemoryStore | None,
     ) -> None:
         config = TieringConfig(
             budget=Fraction(3, 4) if full_layers else Fraction(1, 2),
@@ -71,7 +74,7 @@ class RequestLives(RuleBasedStateMachine):
             context=160,
             rows=4,
             fixed_shapes=fixed_shapes,
-            store=MemoryStore() if spills and reuse is PrefixReuse.CODES else None,
+            store=store if reuse is PrefixReuse.CODES else None,
         )
         self.names = 0
         self.retracted: list[Waiting] = []
