@@ -36,7 +36,7 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 _ROW = 1
 
 
-class Wavering:
+class Request:
     """One request in all layers, routed by scores that are set.
 
     Its windows are pages 1, 2, 3 and so on.
@@ -108,7 +108,7 @@ class Wavering:
 
 def measure(config: TieringConfig, share: float, events: int, num_layers: int, prompt: int) -> Row:
     """Bytes after each event, and the churn of what ranks FULL."""
-    request = Wavering(config, prompt, num_layers, events)
+    request = Request(config, prompt, num_layers, events)
     budget, manager = request.budget, request.manager
     selected, series = [request.selection()], []
     for number in range(events + 1):

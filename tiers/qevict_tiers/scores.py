@@ -112,8 +112,11 @@ class ValueScorer:
         norms = torch.zeros(num_layers, max(values) + 1, -(-longest // window))
         for row, layers in values.items():
             for number, layer in enumerate(layers):
-                by_window = layer.float().abs().sum(-1).mean(-1).split(window)
-                found = torch.stack([tokens.mean() for tokens in by_window])
+                tokens = layer.float().abs().sum(-1).mean(-1)
+                whole = len(tokens) // window * window
+                found = tokens[:whole].view(-1, window).mean(-1)
+                if whole < len(tokens):
+                    found = torch.cat([found, tokens[whole:].mean(0, keepdim=True)])
                 norms[number, row, : len(found)] = found
         return cls(norms, decay)
 
