@@ -71,13 +71,13 @@ GROUPS: Mapping[str, list[Changes]] = {
     ),
     "scorers": list(_grid(scorer=["attention", "values"], prefill_scores=list(PrefillScores))),
     "requantize": [
-        {**bits, **rest}
-        for bits in ({"key_bits": n, "value_bits": n} for n in (2, 4))
-        for rest in _grid(
+        {**one, "value_bits": one["key_bits"]}
+        for one in _grid(
             requantize=[False, True],
             route_every=[1, 8],
             promote=[Promotion.DEQUANTIZE],
             quant_fraction=_shares(0.5),
+            key_bits=[2, 4],
         )
     ],
     "protected": list(_grid(sink=[0, 5, 16], local=[8, 32, 64, 128])),
