@@ -167,6 +167,14 @@ OPTIONS: tuple[Option, ...] = (
         tuple(x.value for x in PrefillScores),
     ),
     Option(
+        "score-decay",
+        "score_decay",
+        Fraction,
+        "0 to 1",
+        "What is left of a window's score after each routing event: 1 never forgets, 0 counts the "
+        "attention since the last event only.",
+    ),
+    Option(
         "promote",
         "promote",
         Promotion,

@@ -23,6 +23,7 @@ from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, TieringConfig
 from qevict_tiers.manager import TierManager
+from qevict_tiers.scores import Scorer
 from sglang_qevict.capacity import plan_capacity
 from sglang_qevict.state import TieringState
 
@@ -134,11 +135,13 @@ class OfflineModel:
         config: TieringConfig,
         make: MakeKernels = production_kernels,
         prefilled: Sequence[PrefilledText] | None = None,
+        scorer: Scorer | None = None,
     ) -> list[torch.Tensor]:
         """The same of the tiered model, for a batch of texts that are decoded together.
 
-        Each prompt is prefilled as one chunk, or was with ``prefill``. Raises ``ValueError`` for
-        a configuration that the model can't have.
+        Each prompt is prefilled as one chunk, or was with ``prefill``. ``scorer``: what windows are
+        ranked by, with text ``t`` in row ``t + 1``; the default is that of the options. Raises
+        ``ValueError`` for a configuration that the model can't have.
         """
         logits: list[list[torch.Tensor]] = [[] for _ in texts]
         forced = [iter(text.tokens[text.prompt : -1]) for text in texts]
@@ -147,7 +150,7 @@ class OfflineModel:
             logits[row].append(found)
             return next(forced[row], None)
 
-        self._decode(texts, self._tiers(texts, 0, config, make), follow, prefilled)
+        self._decode(texts, self._tiers(texts, 0, config, make, scorer), follow, prefilled)
         return [torch.stack(rows) for rows in logits]
 
     @torch.no_grad()
@@ -175,6 +178,7 @@ class OfflineModel:
         config: TieringConfig,
         make: MakeKernels = production_kernels,
         prefilled: Sequence[PrefilledText] | None = None,
+        scorer: Scorer | None = None,
     ) -> list[list[int]]:
         """The same of the tiered model, for a batch; tokens beyond a prompt are decoded first.
 
@@ -192,7 +196,7 @@ class OfflineModel:
             answers[row].append(token)
             return token if len(answers[row]) < new_tokens else None
 
-        self._decode(texts, self._tiers(texts, new_tokens, config, make), follow, prefilled)
+        self._decode(texts, self._tiers(texts, new_tokens, config, make, scorer), follow, prefilled)
         return answers
 
     @property
@@ -291,7 +295,12 @@ class OfflineModel:
             del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
 
     def _tiers(
-        self, texts: Sequence[Text], new_tokens: int, config: TieringConfig, make: MakeKernels
+        self,
+        texts: Sequence[Text],
+        new_tokens: int,
+        config: TieringConfig,
+        make: MakeKernels,
+        scorer: Scorer | None,
     ) -> _Tiers:
         geometry = config.geometry(self.heads)
         context = max(len(text.tokens) for text in texts) + new_tokens + 64
@@ -300,6 +309,7 @@ class OfflineModel:
             make(geometry, self._rotary(context)),
             len(texts),
             context,
+            scorer,
         )
 
     def _rotary(self, context: int) -> RotaryTable:
@@ -315,7 +325,14 @@ class OfflineModel:
 class _Tiers:
     """The tiering state of a batch; row ``r`` of it is row ``r + 1`` of the state."""
 
-    def __init__(self, budget: WindowBudget, kernels: Any, batch: int, context: int) -> None:
+    def __init__(
+        self,
+        budget: WindowBudget,
+        kernels: Any,
+        batch: int,
+        context: int,
+        scorer: Scorer | None,
+    ) -> None:
         # Every prompt is whole at first, and its codes come beside.
         kv_bytes = 2 * batch * context * budget.token_bytes
         plan = plan_capacity(budget, kv_bytes, context, None, batch, batch)
@@ -328,6 +345,7 @@ class _Tiers:
             batch + 1,
             plan.max_windows,
             torch.bfloat16,
+            scorer=scorer,
         )
         stride = -(-context // window) * window
         self._locations = torch.zeros((batch + 1, stride), dtype=torch.int32)

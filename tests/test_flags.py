@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "value_bits": ("2", 2),
     "params": ("fp16", ParamFormat.FP16),
     "prefill_scores": ("all", PrefillScores.ALL),
+    "score_decay": ("0.875", Fraction(7, 8)),
     "promote": ("dequantize", Promotion.DEQUANTIZE),
     "prefix_reuse": ("off", PrefixReuse.OFF),
     "min_context": ("1024", 1024),
@@ -64,6 +65,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 WRONG: list[tuple[str, str]] = [
     *(("budget", text) for text in ("0", "-0.2", "1.01", "20%", "nan", "inf", "1/0", "")),
     *(("quant-fraction", text) for text in ("-0.1", "1.1", "all")),
+    *(("score-decay", text) for text in ("-0.1", "1.1", "never", "nan")),
     *(("window", text) for text in ("0", "1", "7", "64", "8.0", "eight")),
     *(("route-every", text) for text in ("0", "-8", "1.5")),
     *(("sink", text) for text in ("-1", "x")),

@@ -2,32 +2,40 @@
 
 Every configuration holds the same share of the full-precision bytes, parameters, alignment and
 protected windows counted. Groups vary one or two options around the defaults. The group *presets*
-has those, each at the budget that it is made for.
+has those, each at the budget that it is made for; *scorers* and *requantize* have what no server
+has: windows ranked by their values as well (``ValueScorer``), and codes made anew each time that
+a window rises to FULL and falls again (``requantizing``).
 
     cd benchmarks && python -m quality.ablations --budget 0.2 --group split --json split.json
+
+``plots.py heat`` draws groups as heat maps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from qevict_kernels.layout import ParamFormat
+from qevict_kernels.interface import FullArena
+from qevict_kernels.layout import ParamFormat, WindowGeometry
+from qevict_kernels.rope import RotaryTable
 from qevict_tiers.config import PrefillScores, Promotion, TieringConfig
 from qevict_tiers.presets import PRESETS
+from qevict_tiers.scores import Scorer, ValueScorer
 from quality.metrics import FORCED, PROMPTS, fidelity_of, row, samples, summary
 from quality.settings import PAPER
 from quality.texts import Half
 from report import begin, parser, write_json
 from sglang_qevict.flags import typed
 from sglang_qevict.models import fetch_model
-from sglang_qevict.offline import OfflineModel, Text
+from sglang_qevict.offline import OfflineModel, PrefilledText, Text, production_kernels
 
 Changes = dict[str, Any]
 
@@ -58,6 +66,20 @@ GROUPS: Mapping[str, list[Changes]] = {
     ],
     "promote": list(_grid(promote=list(Promotion), quant_fraction=_shares(0.5, 0.7))),
     "scores": list(_grid(prefill_scores=list(PrefillScores), quant_fraction=_shares(0, 0.7, 1))),
+    "decay": list(
+        _grid(prefill_scores=list(PrefillScores), score_decay=_shares(1, 0.95, 0.8, 0.5, 0))
+    ),
+    "scorers": list(_grid(scorer=["attention", "values"], prefill_scores=list(PrefillScores))),
+    "requantize": [
+        {**one, "value_bits": one["key_bits"]}
+        for one in _grid(
+            requantize=[False, True],
+            route_every=[1, 8],
+            promote=[Promotion.DEQUANTIZE],
+            quant_fraction=_shares(0.5),
+            key_bits=[2, 4],
+        )
+    ],
     "protected": list(_grid(sink=[0, 5, 16], local=[8, 32, 64, 128])),
     "layers": [
         {"full_layers": layers, **rest}
@@ -65,6 +87,9 @@ GROUPS: Mapping[str, list[Changes]] = {
         for rest in _grid(quant_fraction=_shares(0.7, 1))
     ],
 }
+
+
+_FIELDS = {field.name for field in fields(TieringConfig)}
 
 
 def name_of(changes: Changes) -> str:
@@ -75,7 +100,34 @@ def name_of(changes: Changes) -> str:
 def _config(group: str, changes: Changes, budget: Fraction) -> TieringConfig:
     if group == "presets":
         return PRESETS[changes["preset"]].config
-    return replace(PAPER if group == "paper" else TieringConfig(), budget=budget, **changes)
+    base = PAPER if group == "paper" else TieringConfig()
+    return replace(base, budget=budget, **{k: v for k, v in changes.items() if k in _FIELDS})
+
+
+def requantizing(geometry: WindowGeometry, rotary: RotaryTable) -> Any:
+    """Kernels that code a window again from the FULL copy that they rebuild of it.
+
+    As if no codes were kept beside FULL copies, and each demotion made them. The copy does not
+    change while it is FULL, so that they can be made at once. Bytes are charged as if codes were
+    kept.
+    """
+    kernels = production_kernels(geometry, rotary)
+    dequantize = kernels.dequantize
+
+    def rebuild(full: FullArena, coded: torch.Tensor, *places: torch.Tensor) -> None:
+        dequantize(full, coded, *places)
+        kernels.quantize(full, coded, *places)
+
+    kernels.dequantize = rebuild
+    return kernels
+
+
+def scorer_for(changes: Changes, prefilled: Sequence[PrefilledText], window: int) -> Scorer | None:
+    """What windows are ranked by; None for what the options say."""
+    if changes.get("scorer") != "values":
+        return None
+    values = {r: [v for _, _, v, _ in one.layers] for r, one in enumerate(prefilled, start=1)}
+    return ValueScorer.of(values, window)
 
 
 def main() -> None:
@@ -101,7 +153,9 @@ def main() -> None:
     for group, changes in progress:
         config = _config(group, changes, options.budget)
         began = time.monotonic()
-        tiered = model.tiered_logits(requests, config, prefilled=prefilled)
+        make = requantizing if changes.get("requantize") else production_kernels
+        scorer = scorer_for(changes, prefilled, config.window)
+        tiered = model.tiered_logits(requests, config, make, prefilled, scorer)
         found = row([fidelity_of(*one) for one in zip(texts, full, tiered, strict=True)], kinds)
         name = name_of(changes) or group
         progress.write(summary(f"{group}: {name}", found))

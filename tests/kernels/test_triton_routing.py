@@ -108,6 +108,12 @@ def test_lists_and_rows_longer_than_a_block(
 
 
 @on_the_cpu
+def test_scores_that_decay() -> None:
+    decayed, kept = (compare(score_decay=share) for share in (Fraction(1, 2), Fraction(1)))
+    assert (decayed["scores of 2"].sum(-1) < kept["scores of 2"].sum(-1)).all()
+
+
+@on_the_cpu
 @pytest.mark.parametrize("promote", Promotion)
 def test_windows_that_cannot_be_coded(promote: Promotion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of some tokens have no float16: their windows are evicted, and counted."""

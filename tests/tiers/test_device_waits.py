@@ -99,7 +99,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_no_launch_waits_for_the_device(
     promote: Promotion, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TieringConfig(budget=Fraction(3, 10), min_context=112, local=16, promote=promote)
+    config = TieringConfig(
+        budget=Fraction(3, 10),
+        min_context=112,
+        local=16,
+        promote=promote,
+        score_decay=Fraction(1, 2),
+    )
     budget = WindowBudget(config, GEOMETRY, LAYERS)
     plan = plan_capacity(budget, 1600 * budget.token_bytes, 512, 64, 4, 4)
     kernels = Launches()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers import manager
 from qevict_tiers.arena import Arena
-from qevict_tiers.config import Heads, Promotion, TieringConfig
-from qevict_tiers.ledger import Counter
+from qevict_tiers.config import Heads, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.ledger import Counter, ledger_bound
 from qevict_tiers.manager import TierManager
+from qevict_tiers.oscillation import rotated
 from qevict_tiers.policy import Tier
 from qevict_tiers.views import Views
 
@@ -24,8 +27,9 @@ def make_engine(
     promote: Promotion = Promotion.ALIAS,
     params: ParamFormat = ParamFormat.UINT8,
     fixed_shapes: bool = False,
+    **options: Any,
 ) -> MiniEngine:
-    config = TieringConfig(**SMALL, promote=promote, params=params)
+    config = TieringConfig(**SMALL | options, promote=promote, params=params)
     return MiniEngine(
         lambda g, r: make_kernels(g, r, torch.device("cpu")),
         config,
@@ -161,3 +165,56 @@ def test_views_end_together_however_many_windows_are_looked_at_at_once(
     engine.finish(2)
     assert engine.problems() == []
     assert engine.manager.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("reuse", PrefixReuse)
+@pytest.mark.parametrize("promote", Promotion)
+def test_attention_that_wavers_as_much_as_it_can_brings_codes_to_their_bound_and_no_further(
+    promote: Promotion, reuse: PrefixReuse
+) -> None:
+    engine = make_engine(promote, quant_fraction=Fraction(3, 10), prefix_reuse=reuse)
+    budget, views = engine.plan.budget, engine.manager.views
+    engine.start(1, 393)
+    engine.extend({1: 393})
+    request = engine.running[1]
+    ranked = ranks_full(engine, 393)
+    for event in range(394 + 7, 394 + 8 * 30, 8):
+        while request.stored < event:
+            engine.decode([1])
+        tiers = engine.tiers(1)
+        scores = views.score[:, request.row, : tiers.shape[-1]]
+        last, full = budget.history(event - 8), budget.capacities(event - 8).full
+        scores.copy_(rotated(scores, tiers, last, full))
+        engine.decode([1])
+        ranked, before = ranks_full(engine, event), ranked
+        assert full > 1
+        assert not (ranked[:, : before.shape[-1]] & before).any()
+        ledger = engine.manager.ledger_bytes()
+        records = ledger.codes + ledger.params + ledger.alignment + ledger.shadow + ledger.reuse
+        bound = ledger_bound(budget, event, publishes=reuse is PrefixReuse.CODES)
+        assert records <= bound.total
+        assert ledger.shadow <= bound.shadow
+    if promote is Promotion.DEQUANTIZE:
+        assert records == bound.total
+        assert ledger.shadow == bound.shadow > 0
+    else:
+        # An original stays FULL however it ranks, as long as there is room: nothing is added.
+        (start, end), limits = budget.history(event), budget.capacities(event)
+        held = end - start - limits.full if reuse is PrefixReuse.CODES else limits.coded
+        assert records == budget.num_layers * held * budget.coded_bytes
+    assert (ledger.reuse > 0) == (reuse is PrefixReuse.CODES)
+
+
+def ranks_full(engine: MiniEngine, tokens: int) -> torch.Tensor:
+    """Windows of request 1 that ranked among the first ``K_f`` at a length: bool ``[L, N]``."""
+    tiers = engine.tiers(1)
+    outranked = engine.manager.views.outranked[:, engine.running[1].row, : tiers.shape[-1]]
+    window = torch.arange(tiers.shape[-1])
+    start, end = engine.plan.budget.history(tokens)
+    return (window >= start) & (window < end) & (tiers != Tier.EVICTED) & ~outranked
+
+
+def test_a_request_that_is_not_routed_has_no_codes() -> None:
+    budget = make_engine().plan.budget
+    assert ledger_bound(budget, budget.config.min_context, publishes=True) == (0, 0)
+    assert ledger_bound(budget, budget.config.min_context + 1, publishes=True) > (0, 0)

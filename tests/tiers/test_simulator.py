@@ -103,7 +103,8 @@ def assert_serves_as_simulated(
     current, following = next(upcoming), next(upcoming)
     assert current is not None
     assert current.tokens == request.stored
-    gathered = views.score[:, request.row].clone()
+    # What was ranked has decayed since, by a power of two.
+    gathered = views.score[:, request.row] / float(engine.config.score_decay)
     for _ in range(steps + 1):
         count = current.tiers.shape[1]
         tiers = engine.tiers(name)
@@ -132,8 +133,9 @@ def assert_serves_as_simulated(
             "budget": Fraction(3, 10),
         },
         {"budget": Fraction(7, 10), "full_layers": frozenset({1})},
+        {"score_decay": Fraction(1, 2)},
     ],
-    ids=["last-queries", "all-queries", "full-layers"],
+    ids=["last-queries", "all-queries", "full-layers", "decay"],
 )
 def test_tiers_ranks_and_scores_are_those_of_the_tier_manager_event_by_event(
     promote: Promotion, text: Text, options: dict[str, object]

@@ -118,6 +118,7 @@ class TieringConfig:
     sink, local: first and last tokens that always stay FULL.
     key_bits, value_bits, params: the code of a coded window.
     prefill_scores: prompt queries that give the initial scores.
+    score_decay: what is left of a score after each routing event (``scores.DecayedScorer``).
     promote: see ``Promotion``.
     prefix_reuse: see ``PrefixReuse``.
     min_context: tokens up to which a request stays FULL altogether.
@@ -144,6 +145,7 @@ class TieringConfig:
     value_bits: int = 4
     params: ParamFormat = ParamFormat.UINT8
     prefill_scores: PrefillScores = PrefillScores.LAST
+    score_decay: Fraction = Fraction(1)
     promote: Promotion = Promotion.ALIAS
     prefix_reuse: PrefixReuse = PrefixReuse.CODES
     min_context: int = 512
@@ -167,6 +169,12 @@ class TieringConfig:
         _check(self.window in SUPPORTED_WINDOWS, "window", self.window, "one of 4, 8, 16, 32")
         _check(self.key_bits in SUPPORTED_BITS, "key-bits", self.key_bits, "2 or 4")
         _check(self.value_bits in SUPPORTED_BITS, "value-bits", self.value_bits, "2 or 4")
+        _check(
+            0 <= self.score_decay <= 1,
+            "score-decay",
+            float(self.score_decay),
+            "from 0 (only the attention since the last routing event counts) to 1 (never)",
+        )
         _check(self.route_every >= 1, "route-every", self.route_every, "1 or more")
         _check(self.sink >= 0, "sink", self.sink, "0 or more")
         _check(self.local >= 1, "local", self.local, "1 or more")

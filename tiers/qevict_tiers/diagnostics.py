@@ -89,7 +89,8 @@ def oracle(recording: Recording, budget: WindowBudget, events: Sequence[Event]) 
 
     No window is evicted in it, so an evicted one goes on gathering: the LIR of these selections
     is what a policy would have to follow (the paper's *oracle*), that of ``selections`` is what
-    it does follow (*deployed*). Scores begin with the prompt's scoring span; no prefix is reused.
+    it does follow (*deployed*). Scores begin with the prompt's scoring span and decay by the
+    options; no prefix is reused.
 
     Raises ``ValueError`` if the recording lacks queries of the prompt's scoring span.
     """
@@ -108,6 +109,7 @@ def oracle(recording: Recording, budget: WindowBudget, events: Sequence[Event]) 
         best = rank_windows(now, candidates)[:, : budget.capacities(event.tokens).full]
         ranked = torch.zeros_like(candidates).scatter_(-1, best, value=True) & candidates
         tiers = torch.full_like(event.tiers, Tier.FULL)
+        scores *= float(budget.config.score_decay)
         result.append(Selection(event.tokens, tiers, (start, end), ranked))
     return result
 

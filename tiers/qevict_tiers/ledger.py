@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 
 from qevict_kernels.layout import WindowGeometry
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.config import Promotion
 
-__all__ = ["Copies", "Counter", "Counters", "LedgerBytes"]
+__all__ = ["Copies", "Counter", "Counters", "LedgerBound", "LedgerBytes", "ledger_bound"]
 
 
 class Counter(IntEnum):
@@ -102,3 +104,42 @@ class LedgerBytes:
             + copies.unseen_coded * geometry.coded_window_bytes,
             tables=tables,
         )
+
+
+class LedgerBound(NamedTuple):
+    """The most bytes that codes can take.
+
+    total: all records, whoever sees them. shadow: those of them beside a FULL copy.
+    """
+
+    total: int
+    shadow: int
+
+
+def ledger_bound(budget: WindowBudget, tokens: int, *, publishes: bool) -> LedgerBound:
+    """The most that codes of one request take just after its routing event at a length.
+
+    Whatever its attention does, over all layers; codes of a reused prefix are not its own.
+    ``publishes``: whether all its windows may be kept for others, so that evicted ones keep their
+    codes. With ``H`` windows of history, in each routed layer::
+
+        total   M_q * H                                     if it publishes, else
+                M_q * min(H, K_q + K_f)                     dequantize: each FULL one has codes
+                M_q * min(H, K_q + floor(K_f * M_f / M_q))  else: no original is left
+        shadow  M_q * min(H, K_f)                           dequantize, else 0
+
+    With ``dequantize`` attention that wavers reaches both. In the other modes a window keeps its
+    original as long as FULL has room, so there ``K_q`` it is wherever ``W`` divides
+    ``route_every``. Tables do not depend on attention (``TierManager.table_bytes``).
+    """
+    if not budget.is_tiered(tokens):
+        return LedgerBound(0, 0)
+    start, end = budget.history(tokens)
+    limits, history = budget.capacities(tokens), end - start
+    record_bytes = budget.num_tiered_layers * budget.coded_bytes
+    if budget.config.promote is Promotion.DEQUANTIZE:
+        shadows, seen = min(history, limits.full), limits.coded + limits.full
+    else:
+        shadows, seen = 0, limits.coded + limits.full * budget.full_bytes // budget.coded_bytes
+    held = history if publishes else min(history, seen)
+    return LedgerBound(record_bytes * held, record_bytes * shadows)

@@ -24,6 +24,7 @@ from qevict_tiers.kept import Keep
 from qevict_tiers.ledger import Copies, Counter, Counters, LedgerBytes
 from qevict_tiers.observer import Observer
 from qevict_tiers.policy import Limits, Tier, route
+from qevict_tiers.scores import AttentionScorer, Ranking, Scorer, scorer_of
 from qevict_tiers.views import Views
 
 __all__ = ["AtHand", "Occupancy", "StorePlaces", "TierManager"]
@@ -71,6 +72,8 @@ class TierManager:
     request slot. ``storage`` is the arena's buffer, uint8; everything else lies on its
     device. The caller decides, from lengths alone, what fits; the manager trusts that.
     ``fixed_shapes``: see ``arena``. ``observer`` is told of routing events and ended views.
+    ``scorer``: what windows are ranked by; the default is that of the options. Kernels route on
+    the device by what attention has gathered; with another scorer torch does.
 
     Pages of a finished row can be *kept* for rows to come (``publish``), which then *share*
     their copies. As long as that may happen, a window of the row that is evicted keeps its
@@ -94,12 +97,14 @@ class TierManager:
         dtype: torch.dtype,
         fixed_shapes: bool | None = None,
         observer: Observer | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         device = storage.device
         self.budget = budget
         self.kernels = kernels
         self.device = device
         self.observer = observer or Observer()
+        self.scorer = scorer or scorer_of(budget.config)
         self.num_layers = budget.num_layers
         self.pages_per_layer = num_pages + 1
         self.arena = Arena(
@@ -115,7 +120,11 @@ class TierManager:
         self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
         self.open_rows: dict[int, int] = {}
         self._on_device = (
-            kernels if self.arena.fixed_shapes and isinstance(kernels, RoutesOnDevice) else None
+            kernels
+            if self.arena.fixed_shapes
+            and isinstance(self.scorer, AttentionScorer)
+            and isinstance(kernels, RoutesOnDevice)
+            else None
         )
         self._warned = False
         self._refused_layer = torch.full((), -1, dtype=torch.int64, device=device)
@@ -376,17 +385,30 @@ class TierManager:
     def _route(
         self, layers: slice, rows: list[int], tokens: list[int], at_hand: AtHand | None
     ) -> None:
-        config = self.budget.config
         width = max(self.budget.num_windows(n) for n in tokens)
         if self._on_device is not None:
             self._route_on_device(self._on_device, layers, rows, tokens, width)
-            return
+        else:
+            self._route_in_torch(layers, rows, tokens, width, at_hand)
+        if self.scorer.decay != 1:
+            index = to_device(rows, self.device)
+            self.views.score[layers, index, :width] *= self.scorer.decay
+
+    def _route_in_torch(
+        self,
+        layers: slice,
+        rows: list[int],
+        tokens: list[int],
+        width: int,
+        at_hand: AtHand | None,
+    ) -> None:
         index = to_device(rows, self.device)
         before = self.views.tier[layers, index, :width]
         limits = Limits.of(self.budget, tokens, self.views.shared[index])
-        scores = self.views.score[layers, index, :width]
+        gathered = self.views.score[layers, index, :width]
+        scores = self.scorer.rank(gathered, Ranking(layers, rows, tokens))
         windows = None if at_hand is None else at_hand.windows[:, :width]
-        routed = route(scores, before, limits, config.promote, windows)
+        routed = route(scores, before, limits, self.budget.config.promote, windows)
         is_routed = self._routed_layers[layers, None, None]
         after = torch.where(is_routed, routed.tiers, before)
         outranked = is_routed & routed.outranked

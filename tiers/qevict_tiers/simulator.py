@@ -23,6 +23,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import RowClaims
 from qevict_tiers.config import TieringConfig
 from qevict_tiers.policy import Limits, Tier, route
+from qevict_tiers.scores import Ranking, Scorer, scorer_of
 
 __all__ = ["Event", "Recording", "SimulatedBudget", "SimulatedConfig", "simulate"]
 
@@ -154,9 +155,9 @@ class Event(NamedTuple):
     """One routing event, over the ``N`` windows that hold the request's tokens then.
 
     tokens: how many are stored; the next query stands at this position. scores: float32
-    ``[L, N]``, what windows were ranked by: the mass they have gathered, those evicted before
-    until they were. tiers: uint8 ``[L, N]`` (``Tier``), from now to the next event, while every
-    window opened in between is FULL. outranked: bool ``[L, N]``, as in ``policy.Routed``.
+    ``[L, N]``, what windows were ranked by: by default the mass they have gathered, those evicted
+    before until they were. tiers: uint8 ``[L, N]`` (``Tier``), from now to the next event, while
+    every window opened in between is FULL. outranked: bool ``[L, N]``, as in ``policy.Routed``.
     """
 
     tokens: int
@@ -171,6 +172,7 @@ def simulate(
     *,
     shared: int = 0,
     renormalize: bool = True,
+    scorer: Scorer | None = None,
 ) -> list[Event]:
     """The routing events of one request, in order (QEvict, arXiv 2608.05326, algorithm 1).
 
@@ -184,6 +186,7 @@ def simulate(
     as a softmax over just that would. With one head this is exact; with several it stands for
     the mean over heads of masses that a server scales in each head. A query that gave
     everything to evicted windows scores nothing.
+    ``scorer``: what windows are ranked by; the default is that of the options.
 
     Raises ``ValueError`` if the recording has not the layers of the budget rule or lacks queries
     of the scoring span, or if a prefix leaves nothing of the prompt to compute.
@@ -207,7 +210,7 @@ def simulate(
             f"score from {first} on: record the last {recording.total_tokens - first} queries"
         )
 
-    view = _View(recording, budget, shared, renormalize)
+    view = _View(recording, budget, shared, renormalize, scorer or scorer_of(budget.config))
     events = []
     for position in range(first, prompt):
         view.gather(position)
@@ -228,9 +231,14 @@ class _View:
     """
 
     def __init__(
-        self, recording: Recording, budget: WindowBudget, shared: int, renormalize: bool
+        self,
+        recording: Recording,
+        budget: WindowBudget,
+        shared: int,
+        renormalize: bool,
+        scorer: Scorer,
     ) -> None:
-        self.recording, self.budget = recording, budget
+        self.recording, self.budget, self.scorer = recording, budget, scorer
         self.shared, self.renormalize = shared, renormalize
         device = recording.mass.device
         shape = (budget.num_layers, budget.num_windows(recording.total_tokens))
@@ -260,8 +268,11 @@ class _View:
         count = budget.num_windows(tokens)
         shared = torch.tensor([self.shared], device=self.scores.device)
         limits = Limits.of(budget, [tokens], shared)
-        scores, before = self.scores[:, :count].clone(), self.tiers[:, :count]
-        routed = route(scores[:, None], before[:, None], limits, budget.config.promote)
+        gathered, before = self.scores[:, None, :count].clone(), self.tiers[:, :count]
+        event = Ranking(slice(0, budget.num_layers), [0], [tokens])
+        scores = self.scorer.rank(gathered, event)
+        routed = route(scores, before[:, None], limits, budget.config.promote)
         after = torch.where(self.is_routed, routed.tiers[:, 0], before)
         self.tiers[:, :count] = after
-        return Event(tokens, scores, after, self.is_routed & routed.outranked[:, 0])
+        self.scores *= self.scorer.decay
+        return Event(tokens, scores[:, 0], after, self.is_routed & routed.outranked[:, 0])

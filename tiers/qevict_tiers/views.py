@@ -14,12 +14,13 @@ class Views:
     """The private views of all rows (requests) in all layers.
 
     tier: uint8 ``[L, rows, N]`` (``Tier``). score: float32 ``[L, rows, N]``, attention
-    mass gathered so far. outranked: bool ``[L, rows, N]``, windows that ranked below the
-    first ``K_f`` at their row's last routing event. windows, num_full, num_coded: the
-    window lists of ``qevict_kernels.interface.LayerView``, which kernels read: tier as
-    lists. page_table: int32 ``[rows, N]``. shared: int64 ``[rows]``, leading windows whose
-    copies belong to a reused prefix. publishable: int64 ``[rows]``, leading windows that may
-    be reused by others later, so that they keep codes when they are evicted.
+    mass gathered so far, less what has decayed (``scores``). outranked: bool ``[L, rows, N]``,
+    windows that ranked below the first ``K_f`` at their row's last routing event. windows,
+    num_full, num_coded: the window lists of ``qevict_kernels.interface.LayerView``, which
+    kernels read: tier as lists. page_table: int32 ``[rows, N]``. shared: int64 ``[rows]``,
+    leading windows whose copies belong to a reused prefix. publishable: int64 ``[rows]``,
+    leading windows that may be reused by others later, so that they keep codes when they are
+    evicted.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_windows: int, device: torch.device):
