@@ -15,6 +15,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import Prompt, RowClaims
 from qevict_tiers.manager import TierManager
 from qevict_tiers.presets import preset_name
+from qevict_tiers.shares import OTHERS, Shares
 from qevict_tiers.views import Views
 from qevict_tiers.wavering import Wavering
 
@@ -99,6 +100,7 @@ def plan_capacity(
             "--max-total-tokens, or lower --kv-tiering-min-context, --context-length or "
             "--max-running-requests"
         )
+    _require_room_for_tenants(budget.config.shares, division.arena_bytes, smallest)
     return CapacityPlan(
         total_bytes,
         division.arena_bytes,
@@ -107,6 +109,21 @@ def plan_capacity(
         max_windows,
         claims,
     )
+
+
+def _require_room_for_tenants(shares: Shares | None, arena_bytes: int, smallest: int) -> None:
+    """Raise ``ValueError`` if a tenant could never be served."""
+    if shares is None:
+        return
+    for name in (*shares.named, OTHERS):
+        most = int(shares.allowance(name) * arena_bytes)
+        if most < smallest:
+            raise ValueError(
+                f"--kv-tiering-tenants leaves {name!r} {most / 2**20:.1f} MiB of "
+                f"{arena_bytes / 2**20:.1f} MiB for windows, but one request of "
+                f"--kv-tiering-min-context tokens needs {smallest / 2**20:.1f} MiB: raise its cap, "
+                "lower the floors of others, or give the KV cache more bytes"
+            )
 
 
 class _Division(NamedTuple):
@@ -125,8 +142,8 @@ def _divide(
     # SGLang keeps one row more, for padding.
     rest = total_bytes - (num_rows + 1) * (row_bytes + 4 * context_tokens)
 
-    # A page of the longest contexts takes this many bytes in the arena.
-    page_window_bytes = float(budget.config.budget) * budget.num_layers * budget.full_bytes
+    # A page of the longest contexts takes at least this many bytes in the arena.
+    page_window_bytes = float(budget.config.least_budget) * budget.num_layers * budget.full_bytes
     page_table_bytes = TierManager.page_bytes(budget.num_layers) + (
         _RUNNER_BYTES_PER_TOKEN * window
     )

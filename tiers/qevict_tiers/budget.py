@@ -77,9 +77,10 @@ class WindowBudget:
         first = self.config.min_context + 1
         floor_tokens = self.max_protected_windows * self.config.window
         layer_budget = self._layer_budget(least)
+        left = float(layer_budget * first)
         if layer_budget * self.num_windows(first) < self.max_protected_windows:
             raise ValueError(
-                f"{flag} {float(least):g} leaves {float(layer_budget * first):.0f} tokens a layer at "
+                f"{flag} {float(least):g} leaves {left:.0f} tokens a layer at "
                 f"a context of {first} tokens, but sink and local windows take {floor_tokens}: "
                 f"raise {flag} or --kv-tiering-min-context, or lower --kv-tiering-local, "
                 "--kv-tiering-sink or --kv-tiering-full-layers"

@@ -406,10 +406,15 @@ class ClaimLedger:
             return self.capacity_bytes
         return self.tenancy.allowance(terms.tenant)
 
-    @property
-    def givers(self) -> tuple[Gives | None, ...]:
-        """From whom room is made for others, in this order; None: from anybody."""
-        return (None,) if self.tenancy is None else self.tenancy.givers
+    def givers(self, *, must: bool) -> tuple[Gives | None, ...]:
+        """From whom room is made for others, in this order; None: from anybody.
+
+        ``must``: from anybody in the end. What follows another tenant's prefix goes before it, so
+        that those who should not give way can be in the way of those who should.
+        """
+        if self.tenancy is None:
+            return (None,)
+        return (*self.tenancy.givers, None) if must else self.tenancy.givers
 
     def keeps_floors(self) -> bool:
         """Whether rows leave room for what tenants have been promised."""
@@ -582,9 +587,7 @@ class ClaimLedger:
 
         A row whose prompt is not done may still take what that takes while others grow.
         """
-        return self.kept.locked_bytes + sum(
-            amount for _, amount in self._projected(final_tokens)
-        )
+        return self.kept.locked_bytes + sum(amount for _, amount in self._projected(final_tokens))
 
     def projected_needs(self, final_tokens: Mapping[int, int]) -> Needs:
         """What tenants need, ``projected_bytes`` as they grow."""

@@ -259,7 +259,7 @@ class _View:
         budget = self.budget
         count = budget.num_windows(tokens)
         shared = torch.tensor([self.shared], device=self.scores.device)
-        limits = Limits.of(budget, [tokens], shared)
+        limits = Limits.of([budget], [tokens], shared)
         scores, before = self.scores[:, :count].clone(), self.tiers[:, :count]
         routed = route(scores[:, None], before[:, None], limits, budget.config.promote)
         after = torch.where(self.is_routed, routed.tiers[:, 0], before)

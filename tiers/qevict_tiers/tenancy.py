@@ -102,6 +102,11 @@ class Tenancy:
         there = set(np.flatnonzero(self.held).tolist()) | self.waiting | {tenant}
         return self._fair(tuple(sorted(there)))[tenant]
 
+    def usage(self, tenant: int) -> Fraction:
+        """What a tenant holds, over what is fair."""
+        held = int(self.claimed[tenant] + self.kept[tenant])
+        return Fraction(held, max(1, self.share(tenant)))
+
     def is_over_share(self, tenant: int) -> bool:
         """Whether a tenant holds more than is fair."""
         return bool(self.claimed[tenant] + self.kept[tenant] > self.share(tenant))
@@ -123,6 +128,10 @@ class Tenancy:
     def givers(self) -> tuple[Callable[[int], bool], ...]:
         """Whom to take from, in this order, each time for as long as it holds."""
         return self.is_over_share, self.is_above_floor
+
+    def leaves_something(self, gives: Callable[[int], bool]) -> bool:
+        """Whether any of the tenants that give has left pages that no request shares."""
+        return any(gives(tenant) for tenant in np.flatnonzero(self.kept > self.locked).tolist())
 
     def allowance(self, tenant: int) -> int:
         """Bytes that a tenant can have at most, on a server without any other."""
