@@ -89,7 +89,12 @@ def plan_capacity(
         return _divide(budget, total, context_tokens, row_bytes, wanted)
 
     division = divide(total_bytes)
-    claims = _row_claims(budget, division.arena_bytes, context_tokens, chunk_tokens)
+    shares = budget.config.shares
+    # What any request may have of it.
+    allowance = division.arena_bytes
+    if shares is not None:
+        allowance = int(shares.least_allowance * allowance)
+    claims = _row_claims(budget, allowance, context_tokens, chunk_tokens)
     smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
     if division.num_pages < 1 or division.arena_bytes < smallest:
         needed = _smallest_total(divide, total_bytes, smallest)
@@ -100,7 +105,8 @@ def plan_capacity(
             "--max-total-tokens, or lower --kv-tiering-min-context, --context-length or "
             "--max-running-requests"
         )
-    _require_room_for_tenants(budget.config.shares, division.arena_bytes, smallest)
+    if shares is not None:
+        _require_room_for_tenants(shares, division.arena_bytes, smallest)
     return CapacityPlan(
         total_bytes,
         division.arena_bytes,
@@ -111,10 +117,8 @@ def plan_capacity(
     )
 
 
-def _require_room_for_tenants(shares: Shares | None, arena_bytes: int, smallest: int) -> None:
+def _require_room_for_tenants(shares: Shares, arena_bytes: int, smallest: int) -> None:
     """Raise ``ValueError`` if a tenant could never be served."""
-    if shares is None:
-        return
     for name in (*shares.named, OTHERS):
         most = int(shares.allowance(name) * arena_bytes)
         if most < smallest:
@@ -173,7 +177,7 @@ def _smallest_total(divide: Callable[[int], _Division], too_small: int, arena_by
 def _row_claims(
     budget: WindowBudget, arena_bytes: int, context_tokens: int, chunk_tokens: int | None
 ) -> RowClaims:
-    """Claim formulas with the prompt lengths derived from what the arena holds.
+    """Claim formulas with the prompt lengths derived from what a request may have of the arena.
 
     Raises ``ValueError`` if prompts of ``exact_prefill_tokens`` would not fit.
     """

@@ -585,7 +585,8 @@ def intake(monkeypatch: pytest.MonkeyPatch) -> Callable[[CapacityPlan], TieredAl
 
     def make(plan: CapacityPlan) -> TieredAllocator:
         ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
-        monkeypatch.setattr(runtime, "state", SimpleNamespace(ledger=ledger))
+        state = SimpleNamespace(ledger=ledger, coming_in=ledger.terms)
+        monkeypatch.setattr(runtime, "state", state)
         allocator: TieredAllocator = object.__new__(TieredAllocator)
         return allocator
 

@@ -84,6 +84,11 @@ class Shares:
         share = self.of(name)
         return min(share.cap, 1 - floors + share.floor)
 
+    @property
+    def least_allowance(self) -> Fraction:
+        """The allowance of the tenant that has the least."""
+        return min(self.allowance(name) for name in (*self.named, OTHERS))
+
 
 _KEYS = tuple(one.name for one in fields(Share))
 
