@@ -283,7 +283,7 @@ def test_a_keyword_may_have_shares_as_an_object() -> None:
     ],
 )
 def test_wrong_shares_are_named_with_what_there_should_be(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match="^--kv-tiering-tenants must have ") as error:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-tenants must have ") as error:
         config_from({**ON, "kv_tiering_tenants": text})
     assert told in str(error.value)
     assert "\n" not in str(error.value)
