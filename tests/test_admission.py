@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -138,6 +140,32 @@ def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None
     make_plan(tokens=4096, exact_prefill_tokens=2500)
     with pytest.raises(ValueError, match=r"exact-prefill-tokens 6000: .* takes \d\.\d MiB until"):
         make_plan(tokens=4096, exact_prefill_tokens=6000)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "name"),
+    [
+        ({"low": {"cap": 0.05}}, "low"),
+        ({"a": {"floor": 0.5}, "b": {"floor": 0.48}}, "*"),
+        ({"*": {"cap": 0.05}}, "*"),
+    ],
+)
+def test_a_tenant_that_could_never_be_served_is_refused_by_name(
+    tenants: dict[str, dict[str, float]], name: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^--kv-tiering-tenants leaves '{re.escape(name)}' "
+    ) as error:
+        make_plan(tenants=json.dumps(tenants))
+    assert "raise its cap, lower the floors of others" in str(error.value)
+
+
+def test_prompts_are_exact_up_to_half_of_what_any_tenant_may_have() -> None:
+    everything, half = make_plan(), make_plan(tenants='{"a": {"cap": 0.5}}')
+    assert half.arena_bytes == everything.arena_bytes
+    exact = everything.claims.exact_prefill_tokens
+    assert half.claims.exact_prefill_tokens == pytest.approx(exact / 2, abs=8)
+    assert half.claims.segment_tokens <= everything.claims.segment_tokens
 
 
 # --- claims ---
