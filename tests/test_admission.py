@@ -152,10 +152,9 @@ def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None
 def test_a_tenant_that_could_never_be_served_is_refused_by_name(
     tenants: dict[str, dict[str, float]], name: str
 ) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^--kv-tiering-tenants leaves '{re.escape(name)}' "
-    ) as error:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-tenants leaves ") as error:
         make_plan(tenants=json.dumps(tenants))
+    assert f" leaves {name!r} " in str(error.value)
     assert "raise its cap, lower the floors of others" in str(error.value)
 
 
