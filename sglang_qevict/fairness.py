@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from qevict_tiers.claims import ClaimLedger
@@ -131,10 +132,8 @@ class Turns:
                 continue
             tokens = len(request.origin_input_ids) + len(request.output_ids)
             final = tokens + adder._swa_new_tokens(request)
-            now, grown = (
-                claims.least_prefill_bytes(tokens),
-                claims.growing_bytes(tokens, tokens, final),
-            )
+            now = claims.least_prefill_bytes(tokens)
+            grown = claims.growing_bytes(tokens, tokens, final)
             places.append(place)
             demands.append(Demand(tenant, now, grown))
         first = [places[turn] for turn in self._tenancy.turns(demands, budget.needs)]
@@ -152,10 +151,10 @@ class Turns:
 
         Up to half are left to whole prompts of tenants that hold less of their share.
         """
-        mine = self._tenancy.usage(self._terms.of(request).tenant)
-        left = 0
+        usage = cache(self._tenancy.usage)
+        mine, left = usage(self._terms.of(request).tenant), 0
         for other in waiting:
-            if self._tenancy.usage(self._terms.of(other).tenant) >= mine:
+            if usage(self._terms.of(other).tenant) >= mine:
                 continue
             wanted = len(other.origin_input_ids) + len(other.output_ids)
             wanted = -(-wanted // page) * page
