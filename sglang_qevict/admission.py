@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
-from qevict_tiers.claims import ClaimLedger, Prompt, Sharing
+from qevict_tiers.claims import ClaimLedger, Prompt, Sharing, Terms
 from qevict_tiers.observer import Observer, Wait
 
-__all__ = ["TieredPrefillBudget", "consider_prefix", "continue_prompt", "project_running"]
+__all__ = ["Candidate", "TieredPrefillBudget", "consider", "continue_prompt", "project_running"]
 
 
 _Limit = TypeVar("_Limit", int, int | None)
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """What a request that this pass may admit takes, in bytes: now, and at most as all grow.
 
     One whose prompt takes several passes may still be in it while others have grown.
@@ -28,8 +28,8 @@ class _Candidate:
     prefill: int = 0
     grown: int = 0
 
-    def __add__(self, other: _Candidate) -> _Candidate:
-        return _Candidate(self.prefill + other.prefill, self.grown + other.grown)
+    def __add__(self, other: Candidate) -> Candidate:
+        return Candidate(self.prefill + other.prefill, self.grown + other.grown)
 
 
 class Continued(NamedTuple):
@@ -57,14 +57,15 @@ class TieredPrefillBudget(PrefillBudget):
         num_mixed_decode_tokens: int = 0,
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self.terms = ledger.terms
         self.final_tokens: dict[int, int] = {}
         self.continued: Continued | None = None
         self.prefix: Sequence[int] = ()
         self._ledger = ledger
         self._observer = observer or Observer()
         self._locked: set[int] = set()
-        self._candidate = _Candidate()
-        self._admitted = _Candidate()
+        self._candidate = Candidate()
+        self._admitted = Candidate()
         self._truncates = False
         self._has_truncated = False
         self._candidate_tokens = 0
@@ -85,7 +86,7 @@ class TieredPrefillBudget(PrefillBudget):
         if total_tokens >= self._free_page_tokens:
             self._observer.waited(Wait.PAGES)
             return False, None
-        claims = self._ledger.claims
+        claims = self.terms.claims
         start = input_tokens - extend_input_len
         limit = self._chunk_limit(input_tokens, start, chunk_limit)
         truncated = limit is not None and self.ceil_paged_tokens(extend_input_len) > limit
@@ -100,7 +101,7 @@ class TieredPrefillBudget(PrefillBudget):
         prefill = claims.prefill_bytes(Prompt(input_tokens, whole=not truncated), sharing)
         final_tokens = input_tokens + max_new_tokens
         grown = claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing)
-        self._candidate = _Candidate(prefill, max(prefill, grown) if truncated else grown)
+        self._candidate = Candidate(prefill, max(prefill, grown) if truncated else grown)
         if wait := self._lack(self._candidate):
             self._observer.waited(wait)
             return False, None
@@ -175,7 +176,7 @@ class TieredPrefillBudget(PrefillBudget):
         self.total_offset += self.ceil_paged_tokens(tokens)
         self.current_offset += self.ceil_paged_tokens(tokens)
 
-    def _lack(self, candidate: _Candidate) -> Wait | None:
+    def _lack(self, candidate: Candidate) -> Wait | None:
         """What there is no room for, or None."""
         ledger, admitted = self._ledger, self._admitted
         now = ledger.least_bytes + admitted.prefill + candidate.prefill
@@ -216,10 +217,11 @@ def project_running(adder: Any) -> None:
             budget.final_tokens[request.kv.req_pool_idx] = held + max(0, int(growth))
 
 
-def consider_prefix(adder: Any, request: Any) -> None:
-    """Tell the budget of a pass which kept pages the next candidate would share."""
+def consider(adder: Any, request: Any, terms: Terms) -> None:
+    """Tell the budget of a pass the next candidate's terms, and which kept pages it would share."""
     budget = adder.memory_budget
     if isinstance(budget, TieredPrefillBudget):
+        budget.terms = terms
         budget.prefix = adder.tree_cache.matched_pages(request)
 
 

@@ -15,6 +15,7 @@ from qevict_tiers.budget import WindowBudget
 from qevict_tiers.claims import Prompt, RowClaims
 from qevict_tiers.manager import TierManager
 from qevict_tiers.presets import preset_name
+from qevict_tiers.shares import OTHERS, Shares
 from qevict_tiers.views import Views
 from qevict_tiers.wavering import Wavering
 
@@ -93,7 +94,12 @@ def plan_capacity(
     division = divide(total_bytes)
     if mixes_chunks:
         chunk_tokens = _left_of_chunk(chunk_tokens, budget.config.window, division.num_rows)
-    claims = _row_claims(budget, division.arena_bytes, context_tokens, chunk_tokens)
+    shares = budget.config.shares
+    # What any request may have of it.
+    allowance = division.arena_bytes
+    if shares is not None:
+        allowance = int(shares.least_allowance * allowance)
+    claims = _row_claims(budget, allowance, context_tokens, chunk_tokens)
     smallest = claims.peak_bytes(budget.config.min_context, budget.config.min_context)
     if division.num_pages < 1 or division.arena_bytes < smallest:
         needed = _smallest_total(divide, total_bytes, smallest)
@@ -104,6 +110,8 @@ def plan_capacity(
             "--max-total-tokens, or lower --kv-tiering-min-context, --context-length or "
             "--max-running-requests"
         )
+    if shares is not None:
+        _require_room_for_tenants(shares, division.arena_bytes, smallest)
     return CapacityPlan(
         total_bytes,
         division.arena_bytes,
@@ -119,6 +127,19 @@ def _left_of_chunk(chunk_tokens: int | None, window: int, decoding: int) -> int 
     if chunk_tokens is None or chunk_tokens < 1:
         return chunk_tokens
     return max(window, (chunk_tokens - decoding) // window * window)
+
+
+def _require_room_for_tenants(shares: Shares, arena_bytes: int, smallest: int) -> None:
+    """Raise ``ValueError`` if a tenant could never be served."""
+    for name in (*shares.named, OTHERS):
+        most = int(shares.allowance(name) * arena_bytes)
+        if most < smallest:
+            raise ValueError(
+                f"--kv-tiering-tenants leaves {name!r} {most / 2**20:.1f} MiB of "
+                f"{arena_bytes / 2**20:.1f} MiB for windows, but one request of "
+                f"--kv-tiering-min-context tokens needs {smallest / 2**20:.1f} MiB: raise its cap, "
+                "lower the floors of others, or give the KV cache more bytes"
+            )
 
 
 class _Division(NamedTuple):
@@ -137,8 +158,8 @@ def _divide(
     # SGLang keeps one row more, for padding.
     rest = total_bytes - (num_rows + 1) * (row_bytes + 4 * context_tokens)
 
-    # A page of the longest contexts takes this many bytes in the arena.
-    page_window_bytes = float(budget.config.budget) * budget.num_layers * budget.full_bytes
+    # A page of the longest contexts takes at least this many bytes in the arena.
+    page_window_bytes = float(budget.config.least_budget) * budget.num_layers * budget.full_bytes
     page_table_bytes = TierManager.page_bytes(budget.num_layers) + (
         _RUNNER_BYTES_PER_TOKEN * window
     )
@@ -168,7 +189,7 @@ def _smallest_total(divide: Callable[[int], _Division], too_small: int, arena_by
 def _row_claims(
     budget: WindowBudget, arena_bytes: int, context_tokens: int, chunk_tokens: int | None
 ) -> RowClaims:
-    """Claim formulas with the prompt lengths derived from what the arena holds.
+    """Claim formulas with the prompt lengths derived from what a request may have of the arena.
 
     Raises ``ValueError`` if prompts of ``exact_prefill_tokens`` would not fit.
     """

@@ -13,6 +13,7 @@ from typing import Any
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import (
     SPILL_BACKENDS,
+    BudgetLimits,
     ByteSize,
     PrefillScores,
     PrefixFidelity,
@@ -115,12 +116,24 @@ def _layers(text: str) -> frozenset[int]:
     return frozenset(layers)
 
 
+def _tenants(text: str) -> str:
+    """JSON, as it is given or as a file has it."""
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        return Path(text).read_text()
+    except OSError as error:
+        raise ValueError(str(error)) from None
+
+
 _METAVARS: dict[Callable[[str], Any], str] = {
     Fraction: "SHARE",
     int: "N",
     _layers: "LAYERS",
     Path: "DIR",
     ByteSize.parse: "BYTES",
+    BudgetLimits.parse: "MIN-MAX",
+    _tenants: "FILE|JSON",
     str: "JSON",
 }
 
@@ -132,6 +145,15 @@ OPTIONS: tuple[Option, ...] = (
         "above 0, at most 1",
         "Share of the full-precision KV bytes of its context that a request may hold, "
         "parameters and protected windows counted.",
+    ),
+    Option(
+        "budget-limits",
+        "budget_limits",
+        BudgetLimits.parse,
+        "such as 0.1-0.5, above 0, at most 1",
+        "Between which a request may ask for a budget of its own, by kv_tiering_budget among its "
+        "custom_params.",
+        none="none",
     ),
     Option(
         "quant-fraction",
@@ -269,6 +291,15 @@ OPTIONS: tuple[Option, ...] = (
         "so that a new question sees all of it as it was; codes takes the originals only where "
         "memory keeps no codes.",
         tuple(x.value for x in PrefixFidelity),
+    ),
+    Option(
+        "tenants",
+        "tenants",
+        _tenants,
+        "a JSON object, or a file that has one",
+        "Shares of tenants: each one's weight, floor and cap by name, and * for those without an "
+        "entry. Without it nobody is told from anybody else.",
+        none="none",
     ),
 )
 

@@ -17,8 +17,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from qevict_tiers.budget import WindowBudget
 from sglang_qevict import arguments
-from sglang_qevict.admission import consider_prefix, continue_prompt, project_running
+from sglang_qevict.admission import consider, continue_prompt, project_running
 from sglang_qevict.capacity import plan_capacity
+from sglang_qevict.fairness import FairPrefillBudget, Turns
 from sglang_qevict.flags import add_flags
 from sglang_qevict.live.look import LOOK, look_at_scheduler
 from sglang_qevict.refusals import refused_kv_dtype, refused_prompt, refused_request
@@ -142,8 +143,13 @@ def get_paged_allocator_cls(result: Any, platform: Any) -> Any:
 
 
 def prefill_adder_init(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
-    """Admission learns how far running requests may grow, which SGLang tells the adder alone."""
+    """Admission learns how far running requests may grow, which SGLang tells the adder alone.
+
+    What waits is put in order then, if tenants take turns.
+    """
     project_running(adder)
+    if (turns := _turns()) is not None:
+        turns.order(adder)
 
 
 def prepare_for_extend(result: None, batch: Any) -> None:
@@ -153,10 +159,11 @@ def prepare_for_extend(result: None, batch: Any) -> None:
         return
     for request in batch.reqs:
         row, prompt_tokens = request.kv.req_pool_idx, len(request.full_untruncated_fill_ids)
+        terms = state.terms.of(request)
         shared: Sequence[int] = ()
         if row not in state.ledger:
             shared = batch.tree_cache.matched_pages(request)
-            routing = state.claims.prompt_routing(prompt_tokens)
+            routing = terms.claims.prompt_routing(prompt_tokens)
             state.observer.admitted(row, routing, request.routing_key or DEFAULT_TENANT)
             if cut := batch.tree_cache.prefix_cut(request):
                 state.observer.prefix_cut(*cut)
@@ -167,28 +174,82 @@ def prepare_for_extend(result: None, batch: Any) -> None:
             shared=shared,
             publishes=not request.skip_radix_cache_insert,
             spilled=batch.tree_cache.spilled(request),
+            terms=terms,
         )
     state.make_room(batch.tree_cache.evict_until)
 
 
-def add_one_req(adder: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Admission learns which kept pages the request that it is about to judge would share."""
-    consider_prefix(adder, request)
+def add_one_req(original: Any, adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Admission learns what the request that it is about to judge is held to and would share.
+
+    One that waits for its own tenant does not keep others from being judged.
+    """
+    if runtime.state is not None:
+        consider(adder, request, runtime.state.terms.of(request))
+    result = original(adder, request, *args, **kwargs)
+    budget, turns = adder.memory_budget, _turns()
+    if turns is None or not isinstance(budget, FairPrefillBudget):
+        return result
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    # After the last one SGLang has to hear that its batch is full.
+    if budget.passes_over() and not turns.is_last(request):
+        return AddReqResult.CONTINUE
+    return result
+
+
+def get_new_batch_prefill(scheduler: Any, running_batch: Any) -> None:
+    """Tenants that come while SGLang finds its batch full take their turns as well."""
+    if (turns := _turns()) is not None:
+        turns.begin(scheduler.waiting_queue, running_batch)
+
+
+def chunk_limit(
+    result: int | None, policy: Any, request: Any, waiting: Any, tokens: int, page_size: int
+) -> int | None:
+    """A long prompt in progress leaves a part of each pass to others."""
+    if (turns := _turns()) is None:
+        return result
+    ours = turns.chunk_limit(request, waiting, tokens, page_size)
+    return min((limit for limit in (result, ours) if limit is not None), default=None)
+
+
+def retraction_order(result: list[int], requests: Any) -> list[int]:
+    """Tenants that hold more than their share are retracted first."""
+    turns = _turns()
+    return result if turns is None else turns.keep_order(requests, result)
+
+
+def _turns() -> Turns | None:
+    return None if runtime.state is None else runtime.state.turns
 
 
 def init_req_max_new_tokens(original: Any, scheduler: Any, request: Any) -> None:
-    """A prompt that can never fit gets HTTP 400 with what it would need; SGLang names no bytes.
+    """A request comes in: what it can never have gets HTTP 400 with a sentence of ours.
 
-    A request that leaves the length of its answer to the server gets as much as leaves it free to
-    reuse its whole prompt. One that names a length keeps it, and reuses what that leaves room for.
+    That is a budget beyond the limits, or a prompt that can never fit, whose bytes SGLang does not
+    name. A request that leaves the length of its answer to the server gets as much as leaves it
+    free to reuse its whole prompt. One that names a length keeps it, and reuses what that leaves
+    room for.
     """
     state, params = runtime.state, request.sampling_params
+    if state is None:
+        original(scheduler, request)
+        return
+    try:
+        state.coming_in = terms = state.terms.take_in(request)
+    except ValueError as error:
+        state.coming_in = state.terms.of(request)
+        if request.to_finish is None:
+            request.set_finish_with_abort(str(error))
+        original(scheduler, request)
+        return
     prompt_tokens = len(request.origin_input_ids)
-    if state is not None and params.max_new_tokens is None:
-        params.max_new_tokens = state.most_beside_a_prefix(prompt_tokens)
+    if params.max_new_tokens is None:
+        params.max_new_tokens = state.most_beside_a_prefix(prompt_tokens, terms)
     original(scheduler, request)
-    if state is not None and request.to_finish is not None:
-        for sentence in refused_prompt(state.ledger, prompt_tokens):
+    if request.to_finish is not None:
+        for sentence in refused_prompt(state.ledger, prompt_tokens, terms):
             request.to_finish.message = sentence
 
 
@@ -213,9 +274,10 @@ def create_tokenized_object(result: Any, manager: Any, obj: Any, *args: Any, **k
     The policy ``routing-key`` would schedule by it, so nothing is told then.
     """
     server_args = manager.server_args
+    config = config_of(server_args)
     if (
-        config_of(server_args) is not None
-        and server_args.enable_metrics
+        config is not None
+        and (server_args.enable_metrics or config.tenants is not None)
         and server_args.schedule_policy != "routing-key"
     ):
         result.routing_key = tenant_of(
@@ -324,7 +386,22 @@ HOOKS: tuple[_Hook, ...] = (
     (
         f"{_SRT}.managers.schedule_policy.PrefillAdder.add_one_req",
         add_one_req,
+        HookType.AROUND,
+    ),
+    (
+        f"{_SRT}.managers.schedule_policy.SchedulePolicy.shortest_prefill_chunk_limit",
+        chunk_limit,
+        HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.scheduler.Scheduler.get_new_batch_prefill",
+        get_new_batch_prefill,
         HookType.BEFORE,
+    ),
+    (
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+        retraction_order,
+        HookType.AFTER,
     ),
     (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend",

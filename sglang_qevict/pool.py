@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from qevict_tiers.observer import Shortage
 from sglang_qevict.admission import TieredPrefillBudget
+from sglang_qevict.fairness import FairPrefillBudget
 from sglang_qevict.runtime import runtime
 
 __all__ = ["TieredAllocator", "TieredKVPool"]
@@ -55,7 +56,8 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
     ) -> TieredPrefillBudget:
         """Admission control of one prefill pass."""
         state = runtime.require_state()
-        return TieredPrefillBudget(
+        budget = TieredPrefillBudget if state.turns is None else FairPrefillBudget
+        return budget(
             self,
             tree_cache,
             state.ledger,
@@ -70,7 +72,8 @@ class TieredAllocator(PagedTokenToKVPoolAllocator):
         logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **limits)
         if logical is None:
             return None
-        return runtime.require_state().ledger.max_new_tokens(input_tokens, logical)
+        state = runtime.require_state()
+        return state.ledger.max_new_tokens(input_tokens, logical, terms=state.coming_in)
 
     def check_decode_capacity(
         self,

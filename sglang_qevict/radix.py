@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
+    EvictResult,
     InitLoadBackParams,
     MatchPrefixParams,
     zero_match_result,
@@ -17,10 +18,12 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from qevict_tiers.claims import Terms
 from qevict_tiers.observer import PrefixCut
 from sglang_qevict.arguments import refusing
 from sglang_qevict.runtime import runtime
 from sglang_qevict.spill import SpilledRequest
+from sglang_qevict.state import MayGo
 
 __all__ = ["TieredRadixCache", "create_cache"]
 
@@ -48,6 +51,11 @@ class TieredRadixCache(UnifiedRadixCache):
     own, or shared, from its first token to its last. What enters has a copy in every layer
     (``TierManager.publish``), so that a match is whole wherever it ends.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._may_go: MayGo | None = None
+        self._first_pages: dict[Any, int] = {}
+        super().__init__(*args, **kwargs)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish what a finished request may leave of its tokens ``[0, up_to)``."""
@@ -87,14 +95,16 @@ class TieredRadixCache(UnifiedRadixCache):
         pages = self._pages_to(result.last_device_node, matched) if matched else []
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
-        usable = state.ledger.usable_pages(pages, prompt, prompt + left)
+        terms = state.terms.of(req)
+        usable = state.ledger.usable_pages(pages, prompt, prompt + left, terms)
         if recalled := self._to_recall(req, params.key, prompt, usable):
             nothing = zero_match_result(self, result, extra_key=req.extra_key)
             return nothing._replace(host_hit_length=recalled * self.page_size)
         setattr(req, _MATCHED, pages[:usable])
         if usable == matched:
             return result
-        setattr(req, _CUT, (self._cut(pages, usable, prompt), (matched - usable) * self.page_size))
+        cut = self._cut(pages, usable, prompt, terms)
+        setattr(req, _CUT, (cut, (matched - usable) * self.page_size))
         key = params.key
         limited = RadixKey(
             key.token_ids,
@@ -133,7 +143,7 @@ class TieredRadixCache(UnifiedRadixCache):
         """
         req, tokens = params.req, params.host_hit_length
         allocator = self.token_to_kv_pool_allocator
-        self.evict_until(lambda: allocator.available_size() >= tokens)
+        self._free_tokens(tokens)
         spill, spilled = runtime.require_state().spill, getattr(req, _SPILLED)
         locations = allocator.alloc(tokens)
         # Asked on every rank, whatever came of the allocation.
@@ -175,11 +185,11 @@ class TieredRadixCache(UnifiedRadixCache):
         return getattr(req, _CUT, None)
 
     @staticmethod
-    def _cut(pages: Sequence[int], usable: int, prompt_tokens: int) -> PrefixCut:
-        ledger = runtime.require_state().ledger
-        is_short = prompt_tokens <= ledger.claims.budget.config.min_context
-        short = is_short and usable == ledger.kept.num_full(pages)
-        return PrefixCut.SHORT_PROMPT if short else PrefixCut.ROOM
+    def _cut(pages: Sequence[int], usable: int, prompt_tokens: int, terms: Terms) -> PrefixCut:
+        kept = runtime.require_state().ledger.kept
+        is_full = not terms.claims.budget.is_tiered(prompt_tokens)
+        only_full = is_full and usable == kept.num_full(pages)
+        return PrefixCut.SHORT_PROMPT if only_full else PrefixCut.ROOM
 
     def _pages_to(self, node: Any, count: int) -> list[int]:
         """The first so many pages on the way to a node (waits for the device)."""
@@ -187,12 +197,58 @@ class TieredRadixCache(UnifiedRadixCache):
         pages: list[int] = (locations // self.page_size).tolist()
         return pages
 
-    def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Evict unlocked leaves in the tree's order until it is enough, or none is left."""
+    def evict_until(self, enough: Callable[[], bool], may_go: MayGo | None = None) -> None:
+        """Evict unlocked leaves in the tree's order until it is enough, or none is left.
+
+        ``may_go``: of the first page of a leaf, asked when its turn comes; others are passed over.
+        """
         if tokens := self.evictable_size():
-            self.evict_for_alloc(
-                EvictParams(num_tokens=tokens), allocation_reclaim_satisfied=enough
-            )
+            self._may_go = may_go
+            try:
+                super().evict_for_alloc(
+                    EvictParams(num_tokens=tokens), allocation_reclaim_satisfied=enough
+                )
+            finally:
+                self._may_go = None
+
+    def evict_for_alloc(self, params: EvictParams, **options: Any) -> EvictResult:
+        """SGLang needs so many logical tokens more: tenants give them as they give bytes."""
+        if runtime.require_state().ledger.tenancy is None:
+            return super().evict_for_alloc(params, **options)
+        before = self.token_to_kv_pool_allocator.available_size()
+        return EvictResult(num_tokens_evicted=self._free_tokens(before + params.num_tokens))
+
+    def _free_tokens(self, tokens: int) -> int:
+        """Evict until so many logical tokens are free; returns how many were evicted."""
+        state, allocator = runtime.require_state(), self.token_to_kv_pool_allocator
+        before = allocator.available_size()
+        for gives in state.ledger.givers(must=True):
+            self.evict_until(lambda: allocator.available_size() >= tokens, state.may_go(gives))
+        return int(allocator.available_size() - before)
+
+    def _evict_device_leaf(self, node_id: Any, tracker: Any) -> Any:
+        """Of the walk over leaves: this one goes, unless it may not."""
+        if self._may_go is not None and not self._may_go(self._first_page(node_id)):
+            return None
+        self._first_pages.pop(node_id, None)
+        return super()._evict_device_leaf(node_id, tracker)
+
+    def _first_page(self, node_id: Any) -> int:
+        """The first page of a node, or one before it that the same request left.
+
+        The first time that a node is asked for waits for the device.
+        """
+        page = self._first_pages.get(node_id)
+        if page is None:
+            (path,) = self.tree_core.collect_path_info([node_id])
+            locations = self.tree_core.collect_full_device_indices(node_id, path[-1].parent_id)
+            page = self._first_pages[node_id] = int(locations[0]) // self.page_size
+        return page
+
+    def reset(self) -> None:
+        """Everything was flushed."""
+        self._first_pages.clear()
+        super().reset()
 
     def supports_fast_match_prefix(self) -> bool:
         """False: waiting requests needn't be matched on every scheduling pass."""

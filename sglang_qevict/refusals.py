@@ -10,8 +10,9 @@ import torch
 from sglang.srt.environ import envs
 
 from qevict_kernels.layout import SUPPORTED_HEAD_DIMS
-from qevict_tiers.claims import ClaimLedger
+from qevict_tiers.claims import ClaimLedger, Terms
 from qevict_tiers.config import Promotion, TieringConfig
+from sglang_qevict.tenants import MAX_TENANTS
 
 __all__ = [
     "FLAG_REFUSALS",
@@ -250,6 +251,7 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
             "--kv-tiering-promote restore brings originals back from the SSD tier: add "
             "--kv-tiering-ssd-dir, or drop --kv-tiering-promote restore"
         )
+    yield from _refused_tenants(server_args, config)
     if server_args.page_size not in (None, config.window):
         yield (
             f"--page-size must equal --kv-tiering-window ({config.window}), got "
@@ -272,6 +274,27 @@ def refused_flags(server_args: Any, config: TieringConfig) -> Iterator[str]:
         yield (
             "--kv-tiering-exact-prefill-tokens routes longer prompts chunk by chunk, but "
             f"--chunked-prefill-size {chunk_tokens} allows no chunks: drop one of the two"
+        )
+
+
+def _refused_tenants(server_args: Any, config: TieringConfig) -> Iterator[str]:
+    """A sentence for each flag that shares of tenants do not go together with."""
+    if config.shares is None:
+        return
+    other_orders = {
+        "--enable-priority-scheduling": server_args.enable_priority_scheduling,
+        "--schedule-policy routing-key": server_args.schedule_policy == "routing-key",
+    }
+    for flag, is_given in other_orders.items():
+        if is_given:
+            yield (
+                f"--kv-tiering-tenants does not work with {flag}, since each puts what waits in an "
+                "order of its own: drop one of the two"
+            )
+    if len(config.shares.named) >= MAX_TENANTS:
+        yield (
+            f"--kv-tiering-tenants must name less than {MAX_TENANTS} tenants, got "
+            f"{len(config.shares.named)}: leave some to *"
         )
 
 
@@ -324,15 +347,15 @@ def refused_request(request: Any) -> Iterator[str]:
             yield f"KV tiering does not serve {refusal.what}, since {refusal.reason}."
 
 
-def refused_prompt(ledger: ClaimLedger, tokens: int) -> Iterator[str]:
+def refused_prompt(ledger: ClaimLedger, tokens: int, terms: Terms) -> Iterator[str]:
     """A sentence for a prompt that would not fit an empty server."""
-    needed = ledger.claims.peak_bytes(tokens, tokens)
-    if needed > ledger.capacity_bytes:
+    needed, allowance = terms.claims.peak_bytes(tokens, tokens), ledger.allowance(terms)
+    if needed > allowance:
+        has = "this server has" if allowance == ledger.capacity_bytes else "this tenant may have"
         yield (
             f"KV tiering: a prompt of {tokens} tokens takes {needed / 2**20:.1f} MiB of windows, "
-            f"but this server has {ledger.capacity_bytes / 2**20:.1f} MiB: shorten it, or start "
-            "the server with a larger --mem-fraction-static or --max-total-tokens, or a smaller "
-            "--kv-tiering-budget."
+            f"but {has} {allowance / 2**20:.1f} MiB: shorten it, or start the server with a larger "
+            "--mem-fraction-static or --max-total-tokens, or a smaller --kv-tiering-budget."
         )
 
 

@@ -439,7 +439,7 @@ class SpillTier(NoSpill):
         for row, tokens in due:
             request = self._rows.get(row)
             if request is not None:
-                most = self.manager.budget.capacities(tokens).full + _PREFETCH_SPARE
+                most = self.manager.budget_of(row).capacities(tokens).full + _PREFETCH_SPARE
                 near = self.manager.near_full(row, tokens, _NEAR_SHARE)[:most]
                 self._prefetch(request, row, [w for w in near if w < request.written])
 

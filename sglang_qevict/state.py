@@ -7,7 +7,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.utils.rank_consensus_checker import assert_same, rank_consensus
 
 from qevict_kernels.transfers import to_device
-from qevict_tiers.claims import ClaimLedger, Prompt
+from qevict_tiers.budget import WindowBudget
+from qevict_tiers.claims import ClaimLedger, Gives, Prompt, Terms
 from qevict_tiers.config import PrefixReuse
 from qevict_tiers.kept import UNLIMITED, Keep
 from qevict_tiers.manager import TierManager
@@ -23,7 +26,10 @@ from qevict_tiers.observer import Observer
 from qevict_tiers.presets import preset_name
 from qevict_tiers.threads import single_threaded
 from sglang_qevict.capacity import CapacityPlan
+from sglang_qevict.fairness import Turns
 from sglang_qevict.spill import NoSpill, SpilledRequest
+from sglang_qevict.tenants import Tenants, make_tenancy
+from sglang_qevict.terms import RequestTerms
 
 __all__ = ["CHECK_VARIABLE", "Chunk", "TieringState"]
 
@@ -34,9 +40,11 @@ CHECK_VARIABLE = "QEVICT_CHECK_INTEGRITY"
 
 
 class _Open(NamedTuple):
-    """A row begins: how many windows it may leave and shares, and what the SSD tier has of it."""
+    """A row begins: its budget, how many windows it may leave and shares, and what the SSD tier has
+    of it."""
 
     row: int
+    budget: WindowBudget
     publishable: int
     shared: int
     spilled: SpilledRequest | None
@@ -85,8 +93,12 @@ class _Drop(NamedTuple):
     pages: list[int]
 
 
-EvictUntil = Callable[[Callable[[], bool]], None]
-"""Evicts from the prefix cache, in its own order, until a condition holds or nothing is left."""
+MayGo = Callable[[int], bool]
+"""Whether a leaf of the prefix cache may be evicted that has this page."""
+
+EvictUntil = Callable[[Callable[[], bool], MayGo | None], None]
+"""Evicts from the prefix cache what may go (None: anything), in the cache's own order, until a
+condition holds or nothing is left."""
 
 _Event = _Open | _Finish | _Close | _Publish | _Raise | _Limit | _Drop
 
@@ -136,7 +148,14 @@ class TieringState:
         self.manager = manager
         self.spill = spill or NoSpill()
         self.claims = plan.claims
-        self.ledger = ClaimLedger(plan.claims, manager.arena.capacity_bytes, plan.num_pages)
+        capacity, shares = manager.arena.capacity_bytes, plan.budget.config.shares
+        self.tenants = Tenants(shares.named if shares else ())
+        tenancy = make_tenancy(shares, self.tenants, capacity, plan.num_rows) if shares else None
+        self.ledger = ClaimLedger(plan.claims, capacity, plan.num_pages, tenancy)
+        self.terms = RequestTerms(plan.claims, self.tenants if shares else None)
+        self.turns = Turns(self.ledger, self.terms) if shares else None
+        # Of the request that SGLang is taking in.
+        self.coming_in = self.ledger.terms
         self._reuses = plan.budget.config.prefix_reuse is not PrefixReuse.OFF
         self._req_to_token = req_to_token
         self._events: list[_Event] = []
@@ -156,12 +175,13 @@ class TieringState:
         shared: Sequence[int] = (),
         publishes: bool = True,
         spilled: SpilledRequest | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """The next launch prefills a row up to token ``end``.
 
         Of a row that begins, ``shared`` are the kept pages of its reused prefix, ``publishes``
-        tells whether it may leave its windows when it ends, and ``spilled`` is what the SSD tier
-        has and gets of it.
+        tells whether it may leave its windows when it ends, ``spilled`` is what the SSD tier has
+        and gets of it, and ``terms`` are those of a request that asks for nothing by default.
         """
         if row not in self.ledger:
             publishable = UNLIMITED if self._reuses and publishes else 0
@@ -170,11 +190,13 @@ class TieringState:
                 Prompt(prompt_tokens, whole=end == prompt_tokens),
                 publishable,
                 shared,
+                terms,
             )
-            self._events.append(_Open(row, publishable, len(shared), spilled))
+            budget = self.ledger.claims_of(row).budget
+            self._events.append(_Open(row, budget, publishable, len(shared), spilled))
         self.ledger.advance(row, end)
 
-    def most_beside_a_prefix(self, prompt_tokens: int) -> int | None:
+    def most_beside_a_prefix(self, prompt_tokens: int, terms: Terms) -> int | None:
         """What a request may generate on an empty server that keeps its whole prompt for others.
 
         None if nothing is kept, or it would get little beside it: less than SGLang expects of any
@@ -183,8 +205,9 @@ class TieringState:
         if not self._reuses:
             return None
         limit = self.plan.max_tokens
-        free = self.ledger.max_new_tokens(prompt_tokens, limit)
-        beside = self.ledger.max_new_tokens(prompt_tokens, limit, prompt_tokens // self._window)
+        free = self.ledger.max_new_tokens(prompt_tokens, limit, 0, terms)
+        shared = prompt_tokens // self._window
+        beside = self.ledger.max_new_tokens(prompt_tokens, limit, shared, terms)
         if free is None or beside is None:
             return None
         return beside if beside >= min(CLIP_MAX_NEW_TOKENS, free // 2) else None
@@ -220,7 +243,8 @@ class TieringState:
             (first_coded, end, Keep.CODES),
         ):
             if first < last:
-                self.ledger.kept.keep(pages[first - start : last - start], keep)
+                owner = self.ledger.terms_of(row).tenant
+                self.ledger.kept.keep(pages[first - start : last - start], keep, owner)
                 self._events.append(_Publish(row, first, last, keep))
         self._changed = True
 
@@ -249,31 +273,69 @@ class TieringState:
         self._changed = True
 
     def can_decode(self, rows: Iterable[int], evict_until: EvictUntil) -> bool:
-        """Whether these rows can decode their next token; what is kept for reuse makes room."""
+        """Whether these rows can decode their next token; what is kept for reuse makes room.
+
+        Several rows must leave what other tenants have been promised, too; the last one may use
+        it, since SGLang would end it with an error.
+        """
         held = [row for row in rows if row in self.ledger]
-        return self._make_room(
-            lambda: self.ledger.total_if_decoded(held) - self.ledger.capacity_bytes, evict_until
+        is_last = len(held) <= 1
+        has_room = self._make_room(
+            lambda: self.ledger.total_if_decoded(held) - self.ledger.capacity_bytes,
+            evict_until,
+            must=is_last,
         )
+        return has_room and (is_last or self.ledger.keeps_floors())
 
     def make_room(self, evict_until: EvictUntil) -> bool:
         """Make room for what was granted; False if what was kept for reuse is not enough."""
         return self._make_room(
-            lambda: self.ledger.total_bytes - self.ledger.capacity_bytes, evict_until
+            lambda: self.ledger.total_bytes - self.ledger.capacity_bytes, evict_until, must=True
         )
 
-    def _make_room(self, excess: Callable[[], int], evict_until: EvictUntil) -> bool:
+    def _make_room(self, excess: Callable[[], int], evict_until: EvictUntil, *, must: bool) -> bool:
         """Evict what nobody shares, then let running requests leave less.
 
         In this order, since what a running request will leave is newer than all that is kept.
+        ``must``: if need be, from tenants that should not give way, too.
         """
+        self._trim(evict_until)
         missing = excess()
         if missing > 0:
-            evict_until(lambda: excess() <= 0)
-            for row, windows in self.ledger.limit_publishing(excess):
-                self._events.append(_Limit(row, windows))
+            for gives in self.ledger.givers(must=must):
+                self._evict(excess, evict_until, gives)
+                self._limit(excess, gives)
             missing = excess()
         assert_same("%d bytes claimed, %d too many", self.ledger.total_bytes, missing)
         return missing <= 0
+
+    def _trim(self, evict_until: EvictUntil) -> None:
+        """Take what tenants keep for later from those that hold more than their caps."""
+        tenancy = self.ledger.tenancy
+        if tenancy is None:
+            return
+        for tenant in tenancy.over_caps():
+            beyond, gives = partial(tenancy.beyond_cap, tenant), partial(eq, tenant)
+            self._evict(beyond, evict_until, gives)
+            self._limit(beyond, gives)
+
+    def _evict(
+        self, excess: Callable[[], int], evict_until: EvictUntil, gives: Gives | None
+    ) -> None:
+        """Evict leaves of the tenants that give, as long as there is an excess."""
+        tenancy = self.ledger.tenancy
+        if tenancy is None or gives is None or tenancy.leaves_something(gives):
+            evict_until(lambda: excess() <= 0, self.may_go(gives))
+
+    def _limit(self, excess: Callable[[], int], gives: Gives | None) -> None:
+        """Let rows of the tenants that give leave less, as long as there is an excess."""
+        for row, windows in self.ledger.limit_publishing(excess, gives):
+            self._events.append(_Limit(row, windows))
+
+    def may_go(self, gives: Gives | None) -> MayGo | None:
+        """Which leaves may go if these tenants give; None for any."""
+        kept = self.ledger.kept
+        return None if gives is None else lambda page: gives(kept.owner(page))
 
     def free(self, row: int) -> None:
         """A row was given back (auxiliary cache)."""
@@ -372,7 +434,11 @@ class TieringState:
         """Apply consecutive events of one kind."""
         if kind is _Open:
             rows = [event.row for event in events]
-            self.manager.open(rows, [event.publishable for event in events])
+            self.manager.open(
+                rows,
+                [event.publishable for event in events],
+                [event.budget for event in events],
+            )
             self._view_tokens.update(dict.fromkeys(rows, 0))
             for event in events:
                 self.spill.open(event.row, event.spilled, event.shared)
@@ -432,18 +498,19 @@ class TieringState:
 
     def _chunk(self, row: int, start: int, end: int) -> Chunk:
         prompt, shared = self.ledger.prompt_tokens(row), self.ledger.sharing(row).shared
-        is_whole = not shared and self.claims.is_unrouted(prompt, start)
+        claims = self.ledger.claims_of(row)
+        is_whole = not shared and claims.is_unrouted(prompt, start)
         recalled = self.spill.recalled(row)
         if start >= prompt:
             return Chunk(row, start, end, start, None, lazy=False, is_whole=is_whole, recalled=0)
-        segment_end = start + self.claims.chunk_limit(prompt, start)
-        route_at = self.claims.routing_point(prompt, end)
+        segment_end = start + claims.chunk_limit(prompt, start)
+        route_at = claims.routing_point(prompt, end)
         in_one = start == max(shared, recalled) * self._window and end == prompt
         return Chunk(
             row,
             start,
             end,
-            score_start=self.claims.score_start(segment_end),
+            score_start=claims.score_start(segment_end),
             route_at=route_at,
             lazy=in_one and route_at is not None,
             is_whole=is_whole,
@@ -454,7 +521,7 @@ class TieringState:
         due = [
             (row, tokens)
             for row, tokens in zip(rows, stored, strict=True)
-            if row in self.ledger and self.claims.is_due(self.ledger.prompt_tokens(row), tokens)
+            if row in self.ledger and self._is_due(row, tokens)
         ]
         if due:
             everything = slice(0, self.manager.num_layers)
@@ -463,6 +530,9 @@ class TieringState:
             self.manager.route(everything, due_rows, tokens, self.spill.at_hand(due_rows))
             self.spill.prefetch(due)
             self._log_routed(due)
+
+    def _is_due(self, row: int, tokens: int) -> bool:
+        return self.ledger.claims_of(row).is_due(self.ledger.prompt_tokens(row), tokens)
 
     def _log_routed(self, due: list[tuple[int, int]]) -> None:
         """For debugging: a checksum tells whether two runs of a request were routed alike."""
@@ -552,7 +622,7 @@ class TieringState:
         return self.manager.check_integrity() + self._check_totals()
 
     def _check_totals(self) -> list[str]:
-        problems = []
+        problems = self.ledger.check_tenants()
         used, claimed = self.manager.arena.used_bytes, self.ledger.total_bytes
         if used > claimed:
             problems.append(f"{used} bytes in use, {claimed} claimed")
@@ -613,5 +683,22 @@ class TieringState:
             "kept_pages": self.ledger.kept.num_pages,
             "max_logical_tokens": self.plan.max_tokens,
             "checks": self._checks,
+            "tenants": self._report_tenants(),
             "spill": self.spill.report(),
+        }
+
+    def _report_tenants(self) -> dict[str, dict[str, int]] | None:
+        """What each tenant that is there holds, against its share; None without shares."""
+        tenancy = self.ledger.tenancy
+        if tenancy is None:
+            return None
+        return {
+            name: {
+                "requests": int(tenancy.rows[number]),
+                "bytes": int(tenancy.claimed[number]),
+                "reuse_bytes": int(tenancy.kept[number]),
+                "share_bytes": tenancy.share(number),
+            }
+            for number, name in enumerate(self.tenants.names)
+            if tenancy.held[number] or number in tenancy.waiting
         }

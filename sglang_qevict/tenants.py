@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["DEFAULT", "MAX_TENANTS", "OVERFLOW", "Tenants", "tenant_of"]
+from qevict_tiers.shares import Shares
+from qevict_tiers.tenancy import Tenancy
+
+__all__ = ["DEFAULT", "MAX_TENANTS", "OVERFLOW", "Tenants", "make_tenancy", "tenant_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +22,17 @@ MAX_TENANTS = 100
 
 
 class Tenants:
-    """Tenants by number, in the order in which they came; ``OVERFLOW`` is the last, and logged."""
+    """Tenants by number: those who are ``known``, then in the order in which they came.
 
-    def __init__(self) -> None:
+    ``OVERFLOW`` is the last, and logged.
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
         self._numbers = {DEFAULT: 0}
         self._overflows = False
+        for name in known:
+            if name != OVERFLOW:
+                self.number(name)
 
     @property
     def names(self) -> list[str]:
@@ -37,11 +46,19 @@ class Tenants:
         if name not in self._numbers and not self._overflows:
             self._overflows = True
             logger.warning(
-                "KV tiering: there are more than %d tenants; metrics call the others %s",
+                "KV tiering: there are more than %d tenants; the others together are called %s",
                 MAX_TENANTS,
                 OVERFLOW,
             )
         return self._numbers.get(name, MAX_TENANTS)
+
+
+def make_tenancy(shares: Shares, tenants: Tenants, capacity_bytes: int, num_rows: int) -> Tenancy:
+    """The shares of so many bytes and rows by number; ``tenants`` know those that have a name."""
+    by_number = [shares.others] * MAX_TENANTS + [shares.of(OVERFLOW)]
+    for number, name in enumerate(tenants.names):
+        by_number[number] = shares.of(name)
+    return Tenancy(by_number, capacity_bytes, num_rows)
 
 
 def tenant_of(

@@ -24,6 +24,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import decode_windows, encode_windows
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
+from qevict_tiers.claims import Terms
 from qevict_tiers.config import Heads, Promotion, TieringConfig
 from qevict_tiers.manager import TierManager
 from qevict_tiers.observer import Observer
@@ -34,8 +35,10 @@ from qevict_tiers.spill.store import SpillStore
 from sglang_qevict.admission import Continued, TieredPrefillBudget
 from sglang_qevict.attention import QEvictAttentionBackend
 from sglang_qevict.capacity import CapacityPlan, plan_capacity
+from sglang_qevict.fairness import FairPrefillBudget
 from sglang_qevict.spill import SpilledRequest, SpillTier
-from sglang_qevict.state import TieringState
+from sglang_qevict.state import MayGo, TieringState
+from sglang_qevict.terms import BUDGET
 
 AllocateSlots = Callable[[torch.Tensor], torch.Tensor]
 Watch = Callable[[CapacityPlan, int], Observer]
@@ -106,6 +109,7 @@ class Request:
     coded: set[tuple[int, int]] = field(default_factory=set)
     """(layer, window) that were coded at some time."""
     spilled: SpilledRequest | None = None
+    terms: Terms | None = None
 
     def source(self, position: int) -> int:
         """Whose token is at a position: the document's or its own."""
@@ -125,12 +129,17 @@ class Request:
 
 
 class Waiting(NamedTuple):
-    """A request that is not admitted yet; ``new``: how much it may generate."""
+    """A request that is not admitted yet; ``new``: how much it may generate.
+
+    tenant, budget: whose it is, and what it asks for; None: nothing is said.
+    """
 
     name: int
     prompt: int
     text: Text = OWN_TEXT
     new: int = 1
+    tenant: str | None = None
+    budget: Fraction | None = None
 
 
 class MemoryStore:
@@ -288,8 +297,14 @@ class MiniEngine:
         Returns how many tokens each has in this pass; those that waited are running then.
         """
         window = self.geometry.window
-        pages = _LivePages(self)
-        budget = TieredPrefillBudget(pages, pages, self.state.ledger, observer=self.state.observer)
+        pages, turns = _LivePages(self), self.state.turns
+        kind = TieredPrefillBudget if turns is None else FairPrefillBudget
+        budget = kind(pages, pages, self.state.ledger, observer=self.state.observer)
+        queue = [self._waiting_request(one) for one in waiting]
+        if turns is not None:
+            turns.begin(queue, SimpleNamespace(batch_is_full=False))
+            adder = SimpleNamespace(memory_budget=budget, _swa_new_tokens=lambda one: one.asked.new)
+            turns.order(adder)
         chunks: dict[int, int] = {}
         for request in [r for r in self.running.values() if r.stored < r.prompt]:
             left = request.prompt - request.stored
@@ -300,10 +315,12 @@ class MiniEngine:
                 chunks[request.name] = tokens = min(left, fitting)
                 budget.reserve(tokens, int(tokens == left), is_chunked_continuation=True)
                 limit -= budget.ceil_paged_tokens(tokens)
-        for name, prompt, text, new in waiting:
+        for waits in queue:
+            name, prompt, text, new, *_ = waits.asked
             if limit <= 0 or not self.free_rows or not budget.has_capacity():
                 break
-            request = Request(name, prompt, text)
+            budget.terms = terms = self.state.terms.of(waits)
+            request = Request(name, prompt, text, terms=terms)
             pages_found = self._match(request, new)
             recalled = self._to_recall(request, len(pages_found))
             budget.prefix = [] if recalled else pages_found
@@ -318,6 +335,8 @@ class MiniEngine:
                 chunk_limit=limit,
             )
             self.tree.lock(locked, -1)
+            if isinstance(budget, FairPrefillBudget) and budget.passes_over():
+                continue
             if not fits or not most:
                 break
             tokens = left if budget.ceil_paged_tokens(left) <= most else most // window * window
@@ -325,21 +344,42 @@ class MiniEngine:
                 break
             budget.reserve(tokens, new if tokens == left else 0)
             limit -= budget.ceil_paged_tokens(tokens)
-            self.start(name, prompt, text, new)
+            self.start(name, prompt, text, new, terms)
             chunks[name] = tokens
         return chunks
+
+    def _waiting_request(self, asked: Waiting) -> Any:
+        """As much of SGLang's request as tiering looks at while it waits."""
+        params = {} if asked.budget is None else {BUDGET: float(asked.budget)}
+        request = SimpleNamespace(
+            asked=asked,
+            origin_input_ids=range(asked.prompt),
+            output_ids=[],
+            routing_key=asked.tenant,
+            sampling_params=SimpleNamespace(custom_params=params),
+        )
+        self.state.terms.take_in(request)
+        return request
 
     def _match(self, request: Request, new: int) -> list[int]:
         """Pages of the reused prefix; at least one token is always computed."""
         window = self.geometry.window
         count = (request.prompt - 1) // window
         pages = self.tree.match(request.page_keys(count, window))
-        usable = self.state.ledger.usable_pages(pages, request.prompt, request.prompt + new)
+        final = request.prompt + new
+        usable = self.state.ledger.usable_pages(pages, request.prompt, final, request.terms)
         return pages[:usable]
 
-    def start(self, name: int, prompt: int, text: Text = OWN_TEXT, new: int = 1) -> int:
+    def start(
+        self,
+        name: int,
+        prompt: int,
+        text: Text = OWN_TEXT,
+        new: int = 1,
+        terms: Terms | None = None,
+    ) -> int:
         """Admit a request; its prompt is extended chunk by chunk. Returns its cached tokens."""
-        request = Request(name, prompt, text, row=self.free_rows.pop())
+        request = Request(name, prompt, text, row=self.free_rows.pop(), terms=terms)
         self.running[name] = request
         self.outputs[name] = []
         request.pages = self._match(request, new)
@@ -368,18 +408,22 @@ class MiniEngine:
 
     def can_decode(self, names: list[int]) -> bool:
         """Whether these requests' next tokens fit, by claims and by pages."""
-        while len(self.free_pages) < len(names) and self.evict():
-            pass
         rows = [self.running[name].row for name in names]
-        return len(self.free_pages) >= len(names) and self.state.can_decode(rows, self._evict_until)
+        return self._have_pages(len(names)) and self.state.can_decode(rows, self._evict_until)
 
-    def _evict_until(self, enough: Callable[[], bool]) -> None:
-        while not enough() and self.evict():
+    def _have_pages(self, count: int) -> bool:
+        """Evict for so many free pages, as the prefix cache does; whether there are as many."""
+        for gives in self.state.ledger.givers(must=True):
+            self._evict_until(lambda: len(self.free_pages) >= count, self.state.may_go(gives))
+        return len(self.free_pages) >= count
+
+    def _evict_until(self, enough: Callable[[], bool], may_go: MayGo | None = None) -> None:
+        while not enough() and self.evict(may_go):
             pass
 
-    def evict(self) -> bool:
+    def evict(self, may_go: MayGo | None = None) -> bool:
         """Evict one page from the tree; False if there is none that may go."""
-        page = self.tree.evict()
+        page = self.tree.evict(may_go)
         if page is None:
             return False
         window = self.geometry.window
@@ -402,7 +446,12 @@ class MiniEngine:
             if start < request.prompt:
                 shared = request.pages[: request.shared]
                 self.state.extend_prepared(
-                    request.row, request.prompt, request.stored, shared, spilled=request.spilled
+                    request.row,
+                    request.prompt,
+                    request.stored,
+                    shared,
+                    spilled=request.spilled,
+                    terms=request.terms,
                 )
         assert self.state.make_room(self._evict_until)
         self._launch_extend(requests, starts)
@@ -545,8 +594,7 @@ class MiniEngine:
         self._point(request, request.stored, length)
 
     def _take_page(self) -> int:
-        if not self.free_pages:
-            assert self.evict()
+        assert self._have_pages(1)
         return self.free_pages.pop()
 
     def _point(self, request: Request, start: int, end: int) -> None:

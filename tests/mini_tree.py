@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 __all__ = ["MiniTree"]
@@ -44,9 +44,14 @@ class MiniTree:
             parent = node
         return len(path)
 
-    def evict(self) -> int | None:
-        """Drop the unlocked leaf that was not used for longest; its page, or None."""
+    def evict(self, may_go: Callable[[int], bool] | None = None) -> int | None:
+        """Drop the unlocked leaf that was not used for longest; its page, or None.
+
+        ``may_go``: of its page; None: any leaf.
+        """
         leaves = [n for n in self._nodes() if not n.children and not n.locks]
+        if may_go is not None:
+            leaves = [n for n in leaves if may_go(n.page)]
         if not leaves:
             return None
         leaf = min(leaves, key=lambda node: node.last_used)

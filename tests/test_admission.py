@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -169,6 +170,31 @@ def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None
     make_plan(tokens=4096, exact_prefill_tokens=2500)
     with pytest.raises(ValueError, match=r"exact-prefill-tokens 6000: .* takes \d\.\d MiB until"):
         make_plan(tokens=4096, exact_prefill_tokens=6000)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "name"),
+    [
+        ({"low": {"cap": 0.05}}, "low"),
+        ({"a": {"floor": 0.5}, "b": {"floor": 0.48}}, "*"),
+        ({"*": {"cap": 0.05}}, "*"),
+    ],
+)
+def test_a_tenant_that_could_never_be_served_is_refused_by_name(
+    tenants: dict[str, dict[str, float]], name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-tenants leaves ") as error:
+        make_plan(tenants=json.dumps(tenants))
+    assert f" leaves {name!r} " in str(error.value)
+    assert "raise its cap, lower the floors of others" in str(error.value)
+
+
+def test_prompts_are_exact_up_to_half_of_what_any_tenant_may_have() -> None:
+    everything, half = make_plan(), make_plan(tenants='{"a": {"cap": 0.5}}')
+    assert half.arena_bytes == everything.arena_bytes
+    exact = everything.claims.exact_prefill_tokens
+    assert half.claims.exact_prefill_tokens == pytest.approx(exact / 2, abs=8)
+    assert half.claims.segment_tokens <= everything.claims.segment_tokens
 
 
 # --- claims ---
@@ -616,7 +642,8 @@ def intake(monkeypatch: pytest.MonkeyPatch) -> Callable[[CapacityPlan], TieredAl
 
     def make(plan: CapacityPlan) -> TieredAllocator:
         ledger = ClaimLedger(plan.claims, plan.arena_bytes, plan.num_pages)
-        monkeypatch.setattr(runtime, "state", SimpleNamespace(ledger=ledger))
+        state = SimpleNamespace(ledger=ledger, coming_in=ledger.terms)
+        monkeypatch.setattr(runtime, "state", state)
         allocator: TieredAllocator = object.__new__(TieredAllocator)
         return allocator
 

@@ -16,6 +16,7 @@ import pytest
 from command_line import make_parser
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import (
+    BudgetLimits,
     PrefillScores,
     PrefixFidelity,
     PrefixReuse,
@@ -23,6 +24,7 @@ from qevict_tiers.config import (
     TieringConfig,
 )
 from qevict_tiers.presets import PRESETS
+from qevict_tiers.shares import Share, Shares
 from sglang_qevict.flags import OPTIONS, Option, add_flags, config_from
 
 ON = {"kv_tiering": "qevict"}
@@ -30,6 +32,7 @@ ON = {"kv_tiering": "qevict"}
 # A value that is not the default, as typed, and what it becomes.
 VALUES: dict[str, tuple[str, object]] = {
     "budget": ("0.35", Fraction(7, 20)),
+    "budget_limits": ("0.1-0.5", BudgetLimits(Fraction(1, 10), Fraction(1, 2))),
     "quant_fraction": ("0", Fraction(0)),
     "window": ("16", 16),
     "route_every": ("4", 4),
@@ -51,6 +54,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "spill_backend": ("file", "file"),
     "spill_config": ('{"a": 1}', '{"a": 1}'),
     "prefix_fidelity": ("codes", PrefixFidelity.CODES),
+    "tenants": ('{"*": {"cap": 0.5}}', '{"*": {"cap": 0.5}}'),
 }
 
 # What an option cannot be without.
@@ -64,6 +68,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 # Values outside the range; one that is no number at all where a number is wanted.
 WRONG: list[tuple[str, str]] = [
     *(("budget", text) for text in ("0", "-0.2", "1.01", "20%", "nan", "inf", "1/0", "")),
+    *(("budget-limits", text) for text in ("0.1", "0-0.5", "0.5-0.1", "0.1-1.1", "-", "a-b")),
     *(("quant-fraction", text) for text in ("-0.1", "1.1", "all")),
     *(("score-decay", text) for text in ("-0.1", "1.1", "never", "nan")),
     *(("window", text) for text in ("0", "1", "7", "64", "8.0", "eight")),
@@ -79,6 +84,7 @@ WRONG: list[tuple[str, str]] = [
     ("spill-backend", "tape"),
     *(("ssd-persist", text) for text in ("yes", "1")),
     ("prefix-fidelity", "exact"),
+    ("tenants", "/no/such/file"),
     ("params", "int8"),
     ("promote", "recall"),
     ("prefix-reuse", "on"),
@@ -239,3 +245,47 @@ def test_launch_server_shows_the_flags_in_its_help() -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     for option in OPTIONS:
         assert option.flag in result.stdout
+
+
+# --- shares of tenants ---
+
+
+def test_shares_may_stand_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text('{"acme": {"weight": 2, "floor": 0.25}, "*": {"cap": 0.5}}')
+    config = config_from({**ON, "kv_tiering_tenants": str(path)})
+    assert config is not None
+    assert config.shares == Shares(
+        {"acme": Share(weight=Fraction(2), floor=Fraction(1, 4))}, Share(cap=Fraction(1, 2))
+    )
+
+
+def test_a_keyword_may_have_shares_as_an_object() -> None:
+    config = config_from({**ON, "kv_tiering_tenants": {"acme": {"weight": 2}}})
+    assert config is not None
+    assert config.shares == Shares({"acme": Share(weight=Fraction(2))})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "a JSON object of tenants by name, got '{'"),
+        ('{"a": 1}', "an object for 'a', with weight, floor, cap, got 1"),
+        ('{"a": {"share": 1}}', "weight, floor, cap for 'a', got 'share'"),
+        ('{"a": {"weight": "2"}}', "a number as weight of 'a', got '2'"),
+        ('{"a": {"weight": true}}', "a number as weight of 'a', got True"),
+        ('{"a": {"weight": NaN}}', "a number as weight of 'a', got nan"),
+        ('{"a": {"weight": 0}}', "a weight above 0, got 0, for 'a'"),
+        ('{"a": {"cap": 1.5}}', "a cap above 0 and at most 1, got 1.5, for 'a'"),
+        ('{"a": {"cap": 0}}', "a cap above 0 and at most 1, got 0, for 'a'"),
+        ('{"a": {"floor": 0.6, "cap": 0.5}}', "a floor from 0 to its cap, 0.5, got 0.6, for 'a'"),
+        ('{"a": {"floor": -0.1}}', "a floor from 0 to its cap, 1, got -0.1, for 'a'"),
+        ('{"a": {"floor": 0.6}, "b": {"floor": 0.6}}', "floors that add up to 1 at most, got 1.2"),
+        ('{"*": {"floor": 0.1}}', "no floor for *, since nobody knows how many they will be: name"),
+    ],
+)
+def test_wrong_shares_are_named_with_what_there_should_be(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=r"^--kv-tiering-tenants must have ") as error:
+        config_from({**ON, "kv_tiering_tenants": text})
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)

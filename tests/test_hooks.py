@@ -48,8 +48,9 @@ def test_a_refused_prompt_is_told_what_it_would_need_and_others_keep_their_own_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claims = SimpleNamespace(peak_bytes=lambda prompt, final: prompt << 20)
-    ledger = SimpleNamespace(claims=claims, capacity_bytes=100 << 20)
-    monkeypatch.setattr(hooks.runtime, "state", SimpleNamespace(ledger=ledger))
+    terms = SimpleNamespace(take_in=lambda request: SimpleNamespace(claims=claims))
+    ledger = SimpleNamespace(capacity_bytes=100 << 20, allowance=lambda terms: 100 << 20)
+    monkeypatch.setattr(hooks.runtime, "state", SimpleNamespace(ledger=ledger, terms=terms))
 
     def told(tokens: int) -> str:
         params = SimpleNamespace(max_new_tokens=8)
@@ -106,7 +107,10 @@ def test_models_fuse_stores_only_without_tiering(
 def test_an_answer_of_no_stated_length_leaves_room_for_a_prefix(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int
 ) -> None:
-    state = SimpleNamespace(most_beside_a_prefix=lambda prompt_tokens: 7 * prompt_tokens)
+    state = SimpleNamespace(
+        terms=SimpleNamespace(take_in=lambda request: "its terms"),
+        most_beside_a_prefix=lambda prompt_tokens, terms: 7 * prompt_tokens,
+    )
     monkeypatch.setattr(hooks.runtime, "state", state)
     params = SimpleNamespace(max_new_tokens=asked)
     request = SimpleNamespace(origin_input_ids=[0] * 100, to_finish=None, sampling_params=params)
@@ -117,6 +121,7 @@ def test_an_answer_of_no_stated_length_leaves_room_for_a_prefix(
         request,
     )
     assert seen == [given]
+    assert state.coming_in == "its terms"
 
 
 @pytest.mark.parametrize(

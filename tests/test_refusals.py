@@ -421,6 +421,42 @@ def test_a_budget_below_its_floors_is_refused_with_the_flags_that_help(
         assert f"--kv-tiering-{remedy}" in sentence.split("raise", 1)[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--enable-priority-scheduling",), "does not work with --enable-priority-scheduling,"),
+        (("--schedule-policy", "routing-key"), "does not work with --schedule-policy routing-key,"),
+    ],
+)
+def test_shares_of_tenants_are_refused_beside_another_order(
+    flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config_of(tiered(*flags)) is not None
+    with pytest.raises(SystemExit):
+        tiered(*flags, "--kv-tiering-tenants", "{}")
+    sentence = _sentence(capsys)
+    assert sentence.startswith(f"--kv-tiering-tenants {told}")
+    assert sentence.endswith("drop one of the two")
+
+
+def test_more_named_tenants_than_are_told_apart_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        tiered("--kv-tiering-tenants", json.dumps({f"t{n}": {} for n in range(120)}))
+    assert "must name less than 100 tenants, got 120: leave some to *" in _sentence(capsys)
+
+
+def test_a_least_budget_below_its_floors_is_refused_with_the_flag_that_gives_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _check(tmp_path, _PLAIN, "--kv-tiering-budget-limits", "0.05-0.5")
+    sentence = _sentence(capsys)
+    assert sentence.startswith("--kv-tiering-budget-limits 0.05 leaves 26 tokens a layer")
+    assert "raise --kv-tiering-budget-limits or --kv-tiering-min-context" in sentence
+
+
 def test_a_budget_below_its_floors_is_served_with_a_longer_min_context(tmp_path: Path) -> None:
     flags = ("--kv-tiering-budget", "0.05", "--kv-tiering-min-context", "1024")
     _check(tmp_path, _PLAIN, *flags)

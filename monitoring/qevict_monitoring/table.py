@@ -291,8 +291,9 @@ ADMISSION_WAITS = _counter(
     "passes",
     "Scheduling passes that left a request waiting: pages (no logical tokens left), bytes (its "
     "prefill does not fit now), growth (all would not fit once they have grown), chunk (it needs "
-    "a whole chunk, or another prompt is in progress).",
-    Label("reason", ("pages", "bytes", "growth", "chunk")),
+    "a whole chunk, or another prompt is in progress), cap (its tenant would hold more than it "
+    "may), floors (what is free is kept for other tenants).",
+    Label("reason", ("pages", "bytes", "growth", "chunk", "cap", "floors")),
 )
 RETRACTIONS = _counter(
     "retractions",

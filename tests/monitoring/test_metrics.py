@@ -370,7 +370,7 @@ def test_tenants_beyond_the_first_hundred_are_one(caplog: pytest.LogCaptureFixtu
     assert OVERFLOW not in tenants.names
     numbers = [tenants.number(f"t{i}") for i in range(150)]
     assert caplog.messages == [
-        "KV tiering: there are more than 100 tenants; metrics call the others overflow"
+        "KV tiering: there are more than 100 tenants; the others together are called overflow"
     ]
     assert numbers[: MAX_TENANTS - 1] == list(range(1, MAX_TENANTS))
     assert set(numbers[MAX_TENANTS - 1 :]) == {MAX_TENANTS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -43,9 +44,23 @@ def test_at_budget_one_three_ranks_answer_as_one(servers: ServerPool) -> None:
         assert_same_up_to_a_near_tie(expected, found)
 
 
-def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        (
+            *("--kv-tiering-tenants", '{"tenant 0": {"floor": 0.2}, "*": {"cap": 0.7}}'),
+            *("--kv-tiering-budget-limits", "0.15-0.5"),
+        ),
+    ],
+    ids=["one for all", "tenants and budgets"],
+)
+def test_ranks_agree_through_reuse_aborts_and_retraction(
+    servers: ServerPool, flags: tuple[str, ...]
+) -> None:
     server = _three_ranks(
         servers,
+        *flags,
         # SGLang expects answers to be short and admits more than fit once they have grown.
         *("--max-total-tokens", "1300", "--schedule-conservativeness", "0.01"),
         # Each request's tables stay small beside so few windows.
@@ -58,9 +73,16 @@ def test_ranks_agree_through_reuse_aborts_and_retraction(servers: ServerPool) ->
     def ask(turn: int) -> str:
         prompt = documents[turn % 3] + prompts([10 + turn], start=48_000 + 100 * turn)[0]
         length = (8, 40, 120)[turn % 3]
-        sampling = {"temperature": 0, "max_new_tokens": length, "min_new_tokens": length}
+        sampling: dict[str, Any] = {
+            "temperature": 0, "max_new_tokens": length, "min_new_tokens": length
+        }  # fmt: skip
+        if flags and turn % 4 == 1:
+            sampling["custom_params"] = {"kv_tiering_budget": 0.5}
         salt = f"tenant {turn % 3 % 2}"
-        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+        body = {
+            "input_ids": prompt, "sampling_params": sampling, "cache_salt": salt,
+            "routing_key": salt,
+        }  # fmt: skip
         timeout = patience[turn]
         try:
             response = httpx.post(f"{server.url}/generate", json=body, timeout=timeout)

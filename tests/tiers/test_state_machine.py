@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,10 +14,22 @@ from faults import FailingStore
 from mini_engine import MemoryStore, MiniEngine, Text, Waiting
 from qevict_kernels.memory import TorchMemory
 from qevict_kernels.reference import ReferenceKernels
-from qevict_tiers.config import Heads, PrefillScores, PrefixReuse, Promotion, TieringConfig
+from qevict_tiers.config import (
+    BudgetLimits,
+    Heads,
+    PrefillScores,
+    PrefixReuse,
+    Promotion,
+    TieringConfig,
+)
 from qevict_tiers.ledger import Counter
 
 HEADS = Heads(2, 1, 64)
+
+SHARES = (
+    '{"a": {"floor": 0.3}, "b": {"cap": 0.6}}',
+    '{"a": {"weight": 3, "floor": 0.1}, "*": {"cap": 0.8}}',
+)
 
 
 class Kernels(TorchMemory, ReferenceKernels):
@@ -25,7 +38,7 @@ class Kernels(TorchMemory, ReferenceKernels):
 
 class RequestLives(RuleBasedStateMachine):
     """Start, extend, decode, mix, finish, reuse, abort, retract, resume, evict and flush in any
-    order."""
+    order, for several tenants and with several budgets."""
 
     engine: MiniEngine
 
@@ -40,6 +53,7 @@ class RequestLives(RuleBasedStateMachine):
         store=st.one_of(
             st.none(), st.builds(MemoryStore), st.builds(FailingStore, st.integers(0, 9))
         ),
+        tenants=st.sampled_from([None, None, *SHARES]),
     )
     def make(
         self,
@@ -51,9 +65,13 @@ class RequestLives(RuleBasedStateMachine):
         reuse: PrefixReuse,
         fixed_shapes: bool,
         store: MemoryStore | None,
+        tenants: str | None,
     ) -> None:
+        least = Fraction(7, 10) if full_layers else Fraction(2, 5)
         config = TieringConfig(
             budget=Fraction(3, 4) if full_layers else Fraction(1, 2),
+            budget_limits=BudgetLimits(least, Fraction(1)),
+            tenants=tenants,
             quant_fraction=q,
             window=4,
             route_every=5,
@@ -78,6 +96,7 @@ class RequestLives(RuleBasedStateMachine):
         )
         self.names = 0
         self.retracted: list[Waiting] = []
+        self.asked: dict[int, Waiting] = {}
 
     def decoding(self) -> list[int]:
         return [n for n, r in self.engine.running.items() if r.prompt <= r.stored < 150]
@@ -96,16 +115,21 @@ class RequestLives(RuleBasedStateMachine):
                     st.sampled_from([0, 30, 61, 120]),
                     st.sampled_from([0, 0, 1]),
                 ),
+                st.just(1),
+                st.sampled_from(["a", "b", "c"]),
+                st.sampled_from([None, None, Fraction(7, 10), Fraction(1)]),
             ),
             min_size=1,
             max_size=3,
         ),
         chunk=st.integers(1, 200),
     )
-    def arrive(self, requests: list[tuple[int, Text]], chunk: int) -> None:
+    def arrive(self, requests: list[tuple[Any, ...]], chunk: int) -> None:
         first = self.names + 1
         self.names += len(requests)
-        self.prefill([Waiting(first + i, *request) for i, request in enumerate(requests)], chunk)
+        waiting = [Waiting(first + i, *request) for i, request in enumerate(requests)]
+        self.asked |= {one.name: one for one in waiting}
+        self.prefill(waiting, chunk)
 
     @precondition(lambda self: self.retracted)
     @rule(chunk=st.integers(1, 130))
@@ -147,7 +171,8 @@ class RequestLives(RuleBasedStateMachine):
             # Pressure: SGLang retracts requests until the rest fits.
             while names and not self.engine.can_decode(names):
                 request = self.engine.running[names.pop()]
-                self.retracted.append(Waiting(request.name, request.stored, request.text))
+                asked = self.asked[request.name]
+                self.retracted.append(asked._replace(prompt=request.stored))
                 self.engine.finish(request.name)
             if names:
                 self.engine.decode(names)

@@ -8,7 +8,7 @@ with the bytes that this implementation really uses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import floor
@@ -52,7 +52,7 @@ class WindowBudget:
     others share the rest evenly.
 
     Raises ``ValueError`` if the protected windows alone exceed the budget just beyond
-    ``min_context``.
+    ``min_context``, or the least that a request may ask for.
     """
 
     config: TieringConfig
@@ -66,24 +66,30 @@ class WindowBudget:
                 f"--kv-tiering-full-layers names layers {unknown}, "
                 f"but the model has layers 0 to {self.num_layers - 1}"
             )
-        if self.config.budget == 1:
+        least = self.config.least_budget
+        if least == 1:
             return
+        flag = "--kv-tiering-budget" + "-limits" * (least < self.config.budget)
         if self.num_tiered_layers == 0:
             raise ValueError(
                 f"--kv-tiering-full-layers keeps all {self.num_layers} layers FULL, which takes "
-                f"all bytes, but --kv-tiering-budget is {float(self.config.budget):g}: name fewer "
-                "layers, or drop both"
+                f"all bytes, but {flag} allows {float(least):g}: name fewer layers, or drop both"
             )
         first = self.config.min_context + 1
         floor_tokens = self.max_protected_windows * self.config.window
-        if self.layer_budget * self.num_windows(first) < self.max_protected_windows:
+        layer_budget = self._layer_budget(least)
+        left = float(layer_budget * first)
+        if layer_budget * self.num_windows(first) < self.max_protected_windows:
             raise ValueError(
-                f"--kv-tiering-budget {float(self.config.budget):g} leaves "
-                f"{float(self.layer_budget * first):.0f} tokens a layer at a context of "
-                f"{first} tokens, but sink and local windows take {floor_tokens}: raise "
-                "--kv-tiering-budget or --kv-tiering-min-context, or lower "
-                "--kv-tiering-local, --kv-tiering-sink or --kv-tiering-full-layers"
+                f"{flag} {float(least):g} leaves {left:.0f} tokens a layer at "
+                f"a context of {first} tokens, but sink and local windows take {floor_tokens}: "
+                f"raise {flag} or --kv-tiering-min-context, or lower --kv-tiering-local, "
+                "--kv-tiering-sink or --kv-tiering-full-layers"
             )
+
+    def at(self, budget: Fraction) -> WindowBudget:
+        """The same rule for a request whose budget is another."""
+        return replace(self, config=replace(self.config, budget=budget))
 
     @property
     def num_full_layers(self) -> int:
@@ -98,9 +104,12 @@ class WindowBudget:
     @cached_property
     def layer_budget(self) -> Fraction:
         """Share of the full-precision bytes that a tiered layer may hold."""
+        return self._layer_budget(self.config.budget)
+
+    def _layer_budget(self, budget: Fraction) -> Fraction:
         if self.num_tiered_layers == 0:
             return Fraction(1)
-        rest = self.config.budget * self.num_layers - self.num_full_layers
+        rest = budget * self.num_layers - self.num_full_layers
         return min(Fraction(1), rest / self.num_tiered_layers)
 
     @cached_property

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import SCORING_SPAN_TOKENS, PrefillScores
-from qevict_tiers.kept import UNLIMITED, KeptPages
+from qevict_tiers.kept import UNLIMITED, KeptPages, OwnedPages
 from qevict_tiers.observer import PromptRouting
+from qevict_tiers.tenancy import Needs, Tenancy
 
-__all__ = ["PRIVATE", "ClaimLedger", "Prompt", "RowClaims", "Sharing"]
+__all__ = ["PRIVATE", "ClaimLedger", "Gives", "Prompt", "RowClaims", "Sharing", "Terms"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class RowClaims:
     exact_prefill_tokens: int
     segment_tokens: int
     chunk_tokens: int
+
+    def at(self, budget: Fraction) -> RowClaims:
+        """The same for a request whose budget is another."""
+        return replace(self, budget=self.budget.at(budget))
 
     def is_exact(self, prompt_tokens: int) -> bool:
         """True if a prompt is routed only once, after its last token, if at all."""
@@ -301,6 +309,13 @@ class RowClaims:
         return self._layer_bytes(windows, full, held, sharing)
 
 
+class Terms(NamedTuple):
+    """What a request is held to: the formulas of its own budget, and the tenant that it is for."""
+
+    claims: RowClaims
+    tenant: int = 0
+
+
 _LIMIT_WINDOWS = 16
 """What a row may leave is lowered by so many windows at a time."""
 
@@ -315,6 +330,7 @@ class _Row:
     least: ``next_claim`` if the row left nothing to others.
     """
 
+    terms: Terms
     prompt: Prompt
     sharing: Sharing
     pages: list[int]
@@ -332,16 +348,30 @@ class _Row:
         return self.sharing.publishable == UNLIMITED
 
 
+Gives = Callable[[int], bool]
+"""Whether something may be taken from a tenant."""
+
+
 class ClaimLedger:
     """The claims of all rows that hold KV, and of the pages that are kept for reuse.
 
-    ``version`` changes with every claim.
+    ``claims``: of requests that ask for no budget of their own. ``tenancy``: what tenants hold, if
+    they are told from each other. ``version`` changes with every claim.
     """
 
-    def __init__(self, claims: RowClaims, capacity_bytes: int, num_pages: int) -> None:
-        self.claims = claims
+    def __init__(
+        self,
+        claims: RowClaims,
+        capacity_bytes: int,
+        num_pages: int,
+        tenancy: Tenancy | None = None,
+    ) -> None:
+        self.terms = Terms(claims)
         self.capacity_bytes = capacity_bytes
+        self.tenancy = tenancy
         self.kept = KeptPages(claims.budget, num_pages)
+        if tenancy is not None:
+            self.kept = OwnedPages(claims.budget, num_pages, tenancy)
         self.version = 0
         self._rows: dict[int, _Row] = {}
         self._claimed = 0
@@ -357,6 +387,11 @@ class ClaimLedger:
         return iter(self._rows)
 
     @property
+    def claims(self) -> RowClaims:
+        """The formulas of requests that ask for no budget of their own."""
+        return self.terms.claims
+
+    @property
     def total_bytes(self) -> int:
         """Sum of all granted claims: no more is in use, whatever is under way."""
         return self._claimed + self.kept.num_bytes
@@ -367,17 +402,55 @@ class ClaimLedger:
         were kept that no row shares, and rows left nothing."""
         return self._least + self.kept.locked_bytes
 
+    def allowance(self, terms: Terms) -> int:
+        """Bytes that a request can have at most, on an empty server."""
+        if self.tenancy is None:
+            return self.capacity_bytes
+        return self.tenancy.allowance(terms.tenant)
+
+    def givers(self, *, must: bool) -> tuple[Gives | None, ...]:
+        """From whom room is made for others, in this order; None: from anybody.
+
+        ``must``: from anybody in the end. What follows another tenant's prefix goes before it, so
+        that those who should not give way can be in the way of those who should.
+        """
+        if self.tenancy is None:
+            return (None,)
+        return (*self.tenancy.givers, None) if must else self.tenancy.givers
+
+    def keeps_floors(self) -> bool:
+        """Whether rows leave room for what tenants have been promised."""
+        return self.tenancy is None or self.tenancy.keeps_floors()
+
     def admit(
         self,
         row: int,
         prompt: Prompt,
         publishable: int = 0,
         pages: Sequence[int] = (),
+        terms: Terms | None = None,
     ) -> None:
         """A row starts its prefill, with kept pages that it shares; they stay kept with it."""
+        terms = terms or self.terms
         self.kept.lock(pages)
-        self._rows[row] = state = _Row(prompt, Sharing(len(pages), publishable), list(pages))
+        state = _Row(terms, prompt, Sharing(len(pages), publishable), list(pages))
+        self._rows[row] = state
+        if self.tenancy is not None:
+            self.tenancy.rows[terms.tenant] += 1
         self._reckon(state)
+
+    def terms_of(self, row: int) -> Terms:
+        """What a row is held to."""
+        return self._rows[row].terms
+
+    def claims_of(self, row: int) -> RowClaims:
+        """The formulas of a row's budget."""
+        return self._rows[row].terms.claims
+
+    def claim_of(self, row: int) -> int:
+        """Bytes that a row claims, or will for its next token, whichever is more."""
+        state = self._rows[row]
+        return max(state.claim, state.next_claim)
 
     def prompt_tokens(self, row: int) -> int:
         """Length of the prompt of a row."""
@@ -392,37 +465,48 @@ class ClaimLedger:
         state = self._rows[row]
         return state.sharing.publishable if state.stored >= state.prompt.tokens else 0
 
-    def usable_pages(self, pages: Sequence[int], prompt_tokens: int, final_tokens: int) -> int:
+    def usable_pages(
+        self,
+        pages: Sequence[int],
+        prompt_tokens: int,
+        final_tokens: int,
+        terms: Terms | None = None,
+    ) -> int:
         """How many of the kept pages that match its prompt a request can use.
 
-        A short request sees nothing but FULL windows, whatever its prefix: as without reuse.
-        And a request must not lock so much of a prefix that it can't grow as it may.
+        One that is never routed, since it is short or its budget is everything, sees nothing but
+        FULL windows, whatever its prefix: as without reuse. And a request must not lock so much
+        of a prefix that it can't grow as it may.
         """
-        usable = len(pages)
-        if prompt_tokens <= self.claims.budget.config.min_context:
+        terms = terms or self.terms
+        usable, allowance = len(pages), self.allowance(terms)
+        if not terms.claims.budget.is_tiered(prompt_tokens):
             usable = self.kept.num_full(pages)
 
         def is_too_much(count: int) -> bool:
-            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(count))
-            return self.kept.bytes_of(pages[:count]) + peak > self.capacity_bytes
+            peak = terms.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(count))
+            return self.kept.bytes_of(pages[:count]) + peak > allowance
 
         if not usable or not is_too_much(usable):
             return usable
         # Where the whole is too much, what fits is from the beginning on.
         return bisect.bisect_left(range(1, usable + 1), True, key=is_too_much)
 
-    def max_new_tokens(self, prompt_tokens: int, limit: int, shared: int = 0) -> int | None:
+    def max_new_tokens(
+        self, prompt_tokens: int, limit: int, shared: int = 0, terms: Terms | None = None
+    ) -> int | None:
         """How much a request may generate on an empty server, up to a limit; None if its prompt
         can't fit.
 
         ``shared``: the leading windows of its prompt that it shall be able to share with others.
         """
-        locked = self.kept.most_bytes(shared)
+        terms = terms or self.terms
+        locked, allowance = self.kept.most_bytes(shared), self.allowance(terms)
 
         def is_too_much(new_tokens: int) -> bool:
             final_tokens = prompt_tokens + new_tokens
-            peak = self.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(shared))
-            return locked + peak > self.capacity_bytes
+            peak = terms.claims.peak_bytes(prompt_tokens, final_tokens, Sharing(shared))
+            return locked + peak > allowance
 
         if not is_too_much(limit):
             return limit
@@ -433,7 +517,7 @@ class ClaimLedger:
     def was_routed(self, row: int) -> bool:
         """True if a row was routed by the launch under way at the latest."""
         state = self._rows[row]
-        return self.claims.was_routed(state.prompt.tokens, state.stored)
+        return state.terms.claims.was_routed(state.prompt.tokens, state.stored)
 
     def advance(self, row: int, stored_tokens: int) -> None:
         """The next launch brings a row to ``stored_tokens``: what it needs is granted."""
@@ -448,22 +532,25 @@ class ClaimLedger:
         state = self._rows[row]
         if state.stored >= state.prompt.tokens:
             state.launched = True
-            event = self.claims.next_event(state.prompt.tokens, state.stored)
+            event = state.terms.claims.next_event(state.prompt.tokens, state.stored)
             if event != state.wanted:
                 state.wanted = event
                 self._reckon(state)
 
-    def limit_publishing(self, excess: Callable[[], int]) -> list[tuple[int, int]]:
+    def limit_publishing(
+        self, excess: Callable[[], int], gives: Gives | None = None
+    ) -> list[tuple[int, int]]:
         """Let rows leave less until ``excess`` bytes are none, or all leave nothing.
 
-        Those that leave less already come first, then the newest. Returns the rows and how
-        many windows they may still leave. The bytes are free once the copies are dropped,
-        which must be before the next launch.
+        Those that leave less already come first, then the newest; with ``gives`` only those of
+        tenants for which it holds, for as long as it does. Returns the rows and how many windows
+        they may still leave. The bytes are free once the copies are dropped, which must be before
+        the next launch.
         """
         limited = []
         newest_first = list(reversed(self._rows.items()))
         for row, state in sorted(newest_first, key=lambda item: item[1].is_unlimited):
-            if state.next_claim == state.least:
+            if state.next_claim == state.least or not _may_take(gives, state.terms.tenant):
                 continue
             if excess() <= 0:
                 break
@@ -476,7 +563,7 @@ class ClaimLedger:
             def too_much(most: int, state: _Row = state, shared: int = shared) -> bool:
                 state.sharing = Sharing(shared, most)
                 self._reckon(state)
-                return excess() > 0
+                return excess() > 0 and _may_take(gives, state.terms.tenant)
 
             # The more it leaves, the more is claimed: the most that is not too much.
             fitting = bisect.bisect_left(pieces, True, key=too_much)
@@ -503,23 +590,34 @@ class ClaimLedger:
 
         A row whose prompt is not done may still take what that takes while others grow.
         """
-        return self.kept.locked_bytes + sum(
-            max(
-                state.least,
-                self.claims.growing_bytes(
-                    state.prompt.tokens,
-                    max(state.prompt.tokens, state.stored),
-                    final_tokens.get(row, 0),
-                    state.sharing.least,
-                ),
+        return self.kept.locked_bytes + sum(amount for _, amount in self._projected(final_tokens))
+
+    def projected_needs(self, final_tokens: Mapping[int, int]) -> Needs:
+        """What tenants need, ``projected_bytes`` as they grow."""
+        assert self.tenancy is not None
+        needs = self.tenancy.needs
+        np.copyto(needs.grown, self.tenancy.locked)
+        for tenant, amount in self._projected(final_tokens):
+            needs.grown[tenant] += amount
+        return needs
+
+    def _projected(self, final_tokens: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        """The tenant of each row, and the most that it will claim on its way."""
+        for row, state in self._rows.items():
+            grown = state.terms.claims.growing_bytes(
+                state.prompt.tokens,
+                max(state.prompt.tokens, state.stored),
+                final_tokens.get(row, 0),
+                state.sharing.least,
             )
-            for row, state in self._rows.items()
-        )
+            yield state.terms.tenant, max(state.least, grown)
 
     def remove(self, row: int) -> None:
         """A row gives up its KV."""
         if state := self._rows.pop(row, None):
             self._set(state, 0, 0, 0)
+            if self.tenancy is not None:
+                self.tenancy.rows[state.terms.tenant] -= 1
             self.kept.unlock(state.pages)
 
     def clear(self) -> None:
@@ -528,6 +626,26 @@ class ClaimLedger:
         self._claimed = self._least = 0
         self.version += 1
         self.kept.clear()
+        if self.tenancy is not None:
+            self.tenancy.clear()
+
+    def check_tenants(self) -> list[str]:
+        """What is wrong with what tenants are said to hold; empty when nothing is."""
+        tenancy = self.tenancy
+        if tenancy is None:
+            return []
+        sums = {
+            "requests": (int(tenancy.rows.sum()), len(self)),
+            "claimed bytes": (int(tenancy.claimed.sum()), sum(map(self.claim_of, self))),
+            "least bytes": (int(tenancy.least.sum()), self._least),
+            "kept bytes": (int(tenancy.kept.sum()), self.kept.num_bytes),
+            "locked bytes": (int(tenancy.locked.sum()), self.kept.locked_bytes),
+        }
+        return [
+            f"tenants have {found} {what}, all have {expected}"
+            for what, (found, expected) in sums.items()
+            if found != expected
+        ]
 
     def _reckon(self, state: _Row) -> None:
         """Compute a row's claims anew."""
@@ -540,10 +658,18 @@ class ClaimLedger:
     def _set(self, state: _Row, claim: int, next_claim: int, least: int) -> None:
         self._claimed += claim - state.claim
         self._least += least - state.least
+        if self.tenancy is not None:
+            tenant, before = state.terms.tenant, max(state.claim, state.next_claim)
+            self.tenancy.claimed[tenant] += max(claim, next_claim) - before
+            self.tenancy.least[tenant] += least - state.least
         state.claim, state.next_claim, state.least = claim, next_claim, least
         self.version += 1
 
     def _claim(self, state: _Row, event: int | None, sharing: Sharing) -> int:
         if event is None:
-            return self.claims.prefill_bytes(state.prompt, sharing)
-        return self.claims.bytes_through(event, sharing)
+            return state.terms.claims.prefill_bytes(state.prompt, sharing)
+        return state.terms.claims.bytes_through(event, sharing)
+
+
+def _may_take(gives: Gives | None, tenant: int) -> bool:
+    return gives is None or gives(tenant)

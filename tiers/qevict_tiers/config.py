@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from qevict_kernels.layout import (
     ParamFormat,
     WindowGeometry,
 )
+from qevict_tiers.shares import Shares
 
 __all__ = [
     "SPILL_BACKENDS",
+    "BudgetLimits",
     "ByteSize",
     "Heads",
     "PrefillScores",
@@ -89,6 +92,22 @@ class ByteSize(int):
         return str(int(self))
 
 
+class BudgetLimits(NamedTuple):
+    """The least and the most that a request may ask for as its own budget."""
+
+    least: Fraction
+    most: Fraction
+
+    @classmethod
+    def parse(cls, text: str) -> BudgetLimits:
+        """From ``0.1-0.5`` or ``0.1,0.5``. Raises ``ValueError`` for what is no such text."""
+        least, _, most = text.replace(",", "-").partition("-")
+        return cls(Fraction(least), Fraction(most))
+
+    def __str__(self) -> str:
+        return f"{float(self.least):g}-{float(self.most):g}"
+
+
 class Heads(NamedTuple):
     """The attention heads of a layer, as one rank has them."""
 
@@ -112,6 +131,7 @@ class TieringConfig:
     """The options of tiering, checked.
 
     budget: share of the full-precision bytes of a request's context that it may hold.
+    budget_limits: between which a request may ask for another; None: no request may.
     quant_fraction: share of the history's bytes that goes to coded windows (``q``).
     window: tokens a window (``W``); also SGLang's page size.
     route_every: generated tokens between two routing events (``Omega``).
@@ -131,11 +151,13 @@ class TieringConfig:
     spill_backend: one of ``SPILL_BACKENDS``. spill_config: the extra configuration of a
         backend of SGLang's, JSON.
     prefix_fidelity: see ``PrefixFidelity``.
+    tenants: JSON, see ``shares``; None: nobody is told from anybody else.
 
     Raises ``ValueError`` with the option, the value and the remedy.
     """
 
     budget: Fraction = Fraction(1, 5)
+    budget_limits: BudgetLimits | None = None
     quant_fraction: Fraction = Fraction(19, 20)
     window: int = 8
     route_every: int = 8
@@ -157,9 +179,17 @@ class TieringConfig:
     spill_backend: str = "local"
     spill_config: str | None = None
     prefix_fidelity: PrefixFidelity = PrefixFidelity.FULL
+    tenants: str | None = None
 
     def __post_init__(self) -> None:
         _check(0 < self.budget <= 1, "budget", float(self.budget), "above 0 and at most 1")
+        limits = self.budget_limits
+        _check(
+            limits is None or 0 < limits.least <= limits.most <= 1,
+            "budget-limits",
+            limits,
+            "two budgets, such as 0.1-0.5, above 0, at most 1, and the lesser first",
+        )
         _check(
             0 <= self.quant_fraction <= 1,
             "quant-fraction",
@@ -198,6 +228,10 @@ class TieringConfig:
             "layer numbers from 0",
         )
         self._check_spill()
+        try:
+            _ = self.shares
+        except ValueError as error:
+            raise ValueError(f"--kv-tiering-tenants must have {error}") from None
 
     def _check_spill(self) -> None:
         local = self.spill_backend == "local"
@@ -260,6 +294,21 @@ class TieringConfig:
             return json.loads(self.spill_config or "{}")
         except json.JSONDecodeError:
             return None
+
+    @cached_property
+    def shares(self) -> Shares | None:
+        """What tenants are promised; None where nothing is."""
+        return None if self.tenants is None else Shares.parse(self.tenants)
+
+    @property
+    def least_budget(self) -> Fraction:
+        """The least that any request may have as its budget."""
+        return min(self.budget, self.budget_limits.least) if self.budget_limits else self.budget
+
+    @property
+    def most_budget(self) -> Fraction:
+        """The most that any request may have as its budget."""
+        return max(self.budget, self.budget_limits.most) if self.budget_limits else self.budget
 
     def geometry(self, heads: Heads) -> WindowGeometry:
         """Windows of a model with these heads.

@@ -119,6 +119,7 @@ class TierManager:
         self.counters = Counters(device)
         self.kept = torch.zeros(self.pages_per_layer, dtype=torch.uint8, device=device)
         self.open_rows: dict[int, int] = {}
+        self._budgets: dict[int, WindowBudget] = {}
         self._on_device = (
             kernels
             if self.arena.fixed_shapes
@@ -152,11 +153,25 @@ class TierManager:
 
     # -- life of a row ------------------------------------------------------------
 
-    def open(self, rows: list[int], publishable: list[int]) -> None:
-        """Start views for rows, which may leave so many windows each (``UNLIMITED``: all)."""
+    def open(
+        self,
+        rows: list[int],
+        publishable: list[int],
+        budgets: Sequence[WindowBudget] | None = None,
+    ) -> None:
+        """Start views for rows, which may leave so many windows each (``UNLIMITED``: all).
+
+        ``budgets``: of each row, the manager's with other bytes; None: as the manager's.
+        """
         self.open_rows.update(dict.fromkeys(rows, 0))
+        if budgets is not None:
+            self._budgets.update(zip(rows, budgets, strict=True))
         index, windows = to_device([rows, publishable], self.device)
         self.views.publishable[index] = windows
+
+    def budget_of(self, row: int) -> WindowBudget:
+        """The budget of an open row."""
+        return self._budgets.get(row, self.budget)
 
     def share(self, row: int, pages: torch.Tensor) -> None:
         """Begin the view of an empty row with kept pages (int64 ``[n]``), whose copies it shares.
@@ -271,6 +286,7 @@ class TierManager:
         self.observer.closed(rows)
         for row in rows:
             del self.open_rows[row]
+            self._budgets.pop(row, None)
 
     def clear(self) -> None:
         """Forget all rows, pages and copies."""
@@ -280,6 +296,7 @@ class TierManager:
             self.views.close(to_device(rows, self.device), max(self.open_rows.values()))
             self.observer.closed(rows)
         self.open_rows.clear()
+        self._budgets.clear()
 
     # -- reuse of pages -----------------------------------------------------------
 
@@ -404,7 +421,8 @@ class TierManager:
     ) -> None:
         index = to_device(rows, self.device)
         before = self.views.tier[layers, index, :width]
-        limits = Limits.of(self.budget, tokens, self.views.shared[index])
+        budgets = [self.budget_of(row) for row in rows]
+        limits = Limits.of(budgets, tokens, self.views.shared[index])
         gathered = self.views.score[layers, index, :width]
         scores = self.scorer.rank(gathered, Ranking(layers, rows, tokens))
         windows = None if at_hand is None else at_hand.windows[:, :width]
@@ -448,7 +466,8 @@ class TierManager:
         width: int,
     ) -> None:
         config, budget = self.budget.config, self.budget
-        numbers = to_device([rows, *Limits.numbers(budget, tokens)], self.device)
+        budgets = [self.budget_of(row) for row in rows]
+        numbers = to_device([rows, *Limits.numbers(budgets, tokens)], self.device)
         coded_per_full = Limits.coded_per_full_of(budget)
         event = RoutingEvent(
             rows=numbers[0],

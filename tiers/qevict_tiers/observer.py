@@ -36,12 +36,15 @@ class Wait(Enum):
 
     PAGES: no logical tokens are left. BYTES: its prefill does not fit now. GROWTH: all would not
     fit once they have grown. CHUNK: it needs a whole chunk, or another prompt is in progress.
+    CAP: its tenant would hold more than it may. FLOORS: what is free is kept for other tenants.
     """
 
     PAGES = "pages"
     BYTES = "bytes"
     GROWTH = "growth"
     CHUNK = "chunk"
+    CAP = "cap"
+    FLOORS = "floors"
 
 
 class Shortage(Enum):

@@ -63,23 +63,29 @@ class Limits:
     coded_per_full: Fraction
 
     @classmethod
-    def of(cls, budget: WindowBudget, tokens: Sequence[int], shared: torch.Tensor) -> Limits:
-        """The limits of rows of so many tokens each, on the device of ``shared``."""
-        start, end, full, coded = to_device(cls.numbers(budget, tokens), shared.device)
+    def of(
+        cls, budgets: Sequence[WindowBudget], tokens: Sequence[int], shared: torch.Tensor
+    ) -> Limits:
+        """The limits of rows of these budgets and so many tokens, on the device of ``shared``.
+
+        Budgets may differ in nothing but their bytes.
+        """
+        start, end, full, coded = to_device(cls.numbers(budgets, tokens), shared.device)
         return cls(
             history_start=start,
             history_end=end,
             shared=shared,
             max_full=full,
             max_coded=coded,
-            coded_per_full=cls.coded_per_full_of(budget),
+            coded_per_full=cls.coded_per_full_of(budgets[0]),
         )
 
     @staticmethod
-    def numbers(budget: WindowBudget, tokens: Sequence[int]) -> list[list[int]]:
+    def numbers(budgets: Sequence[WindowBudget], tokens: Sequence[int]) -> list[list[int]]:
         """``history_start``, ``history_end``, ``max_full``, ``max_coded`` of rows."""
-        histories = [budget.history(n) for n in tokens]
-        capacities = [budget.capacities(n) for n in tokens]
+        rows = list(zip(budgets, tokens, strict=True))
+        histories = [budget.history(n) for budget, n in rows]
+        capacities = [budget.capacities(n) for budget, n in rows]
         return [
             [start for start, _ in histories],
             [end for _, end in histories],

@@ -267,7 +267,7 @@ class _View:
         budget = self.budget
         count = budget.num_windows(tokens)
         shared = torch.tensor([self.shared], device=self.scores.device)
-        limits = Limits.of(budget, [tokens], shared)
+        limits = Limits.of([budget], [tokens], shared)
         gathered, before = self.scores[:, None, :count].clone(), self.tiers[:, :count]
         event = Ranking(slice(0, budget.num_layers), [0], [tokens])
         scores = self.scorer.rank(gathered, event)
