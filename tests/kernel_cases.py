@@ -11,6 +11,10 @@ from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.rope import RotaryTable
+from qevict_tiers.config import Promotion
+
+WITHOUT_STORE = (Promotion.ALIAS, Promotion.DEQUANTIZE)
+"""How windows are promoted where nobody has their originals."""
 
 
 def rotary_table(

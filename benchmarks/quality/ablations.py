@@ -64,7 +64,9 @@ GROUPS: Mapping[str, list[Changes]] = {
         *_grid(quant_fraction=_shares(0.7, 0.85, 0.95), key_bits=[4], value_bits=[4]),
         *_grid(quant_fraction=_shares(1), key_bits=[4], value_bits=[4], window=[4]),
     ],
-    "promote": list(_grid(promote=list(Promotion), quant_fraction=_shares(0.5, 0.7))),
+    "promote": list(
+        _grid(promote=[Promotion.ALIAS, Promotion.DEQUANTIZE], quant_fraction=_shares(0.5, 0.7))
+    ),
     "scores": list(_grid(prefill_scores=list(PrefillScores), quant_fraction=_shares(0, 0.7, 1))),
     "decay": list(
         _grid(prefill_scores=list(PrefillScores), score_decay=_shares(1, 0.95, 0.8, 0.5, 0))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import SMALL, MiniEngine, Text
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.reference import ReferenceKernels
@@ -88,7 +89,7 @@ def compare(**options: Any) -> dict[str, torch.Tensor]:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_an_event_is_what_it_is_in_torch(promote: Promotion) -> None:
     found = compare(promote=promote)
     tiers = torch.cat([t.flatten() for name, t in found.items() if name.startswith("tiers")])
@@ -99,7 +100,7 @@ def test_an_event_is_what_it_is_in_torch(promote: Promotion) -> None:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_lists_and_rows_longer_than_a_block(
     promote: Promotion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +115,7 @@ def test_scores_that_decay() -> None:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_windows_that_cannot_be_coded(promote: Promotion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of some tokens have no float16: their windows are evicted, and counted."""
     original = MiniEngine._draw

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import MiniEngine, Text
 from qevict_kernels.triton import TritonKernels
 from qevict_tiers.config import Heads, Promotion, TieringConfig
@@ -21,7 +22,7 @@ HEADS = Heads(4, 2, 64)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the miniature engine is the CPU's")
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_attention_over_all_tiers_and_a_reused_prefix_equals_the_dense_oracle(
     promote: Promotion,
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import SMALL, MiniEngine, Text, Waiting
 from monitoring.test_exporter import LABELS, scrape
 from qevict_kernels import make_kernels
@@ -85,7 +86,7 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-@pytest.mark.parametrize("promote", list(Promotion))
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_what_is_exported_is_what_the_state_reports(
     registry: CollectorRegistry, promote: Promotion, fixed_shapes: bool
@@ -199,7 +200,7 @@ def test_a_row_s_next_request_begins_afresh(registry: CollectorRegistry) -> None
     assert found["sglang_qevict_lir_ratio_sum",] == 0
 
 
-@pytest.mark.parametrize("promote", list(Promotion))
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_watching_changes_nothing(registry: CollectorRegistry, promote: Promotion) -> None:
     watched, alone = make_engine(registry, promote), make_engine(None, promote)
     for engine in (watched, alone):

@@ -71,15 +71,17 @@ class Server(local_server.Server):
 class ServerPool:
     """Servers by flags, shared by test modules; at most ``max_alive`` run, the oldest one goes."""
 
-    def __init__(self, log_directory: Path, max_alive: int = 2) -> None:
+    def __init__(self, log_directory: Path, max_alive: int = 3) -> None:
         self._log_directory = log_directory
         self._max_alive = max_alive
         self._alive: OrderedDict[tuple[object, ...], Server] = OrderedDict()
         self._started = 0
 
-    def get(self, *flags: str, env: Mapping[str, str] | None = None) -> Server:
+    def get(
+        self, *flags: str, env: Mapping[str, str] | None = None, command: Sequence[str] = SERVE
+    ) -> Server:
         """A healthy server with these flags, its cache empty. Ask again in each test."""
-        key = (flags, frozenset((env or {}).items()))
+        key = (flags, frozenset((env or {}).items()), tuple(command))
         server = self._alive.get(key)
         if server is not None and server.exit_code() is not None:
             self._alive.pop(key).stop()
@@ -89,7 +91,8 @@ class ServerPool:
                 self._alive.popitem(last=False)[1].stop()
             self._started += 1
             log_path = self._log_directory / f"server-{self._started}.log"
-            server = self._alive[key] = Server(*flags, log_path=log_path, env=env).start()
+            server = Server(*flags, log_path=log_path, env=env, command=command).start()
+            self._alive[key] = server
         self._alive.move_to_end(key)
         server.flush_cache()
         return server

@@ -123,14 +123,11 @@ def _rgb(color: str) -> tuple[int, ...]:
     return (*bytes.fromhex(color[1:]), 255)
 
 
-def test_the_map_of_a_request_appears_changes_and_goes(
-    servers: ServerPool, browser: Browser
-) -> None:
-    server = servers.get(*TIERED)
-    browser.driver.get(f"{server.url}/kv_tiering")
+def test_the_map_of_a_request_appears_changes_and_goes(tiered: Server, browser: Browser) -> None:
+    browser.driver.get(f"{tiered.url}/kv_tiering")
     browser.wait(lambda: "No request runs" in browser.text("#maps"), "an idle server")
     assert browser.text("#status") == "live"
-    with _running(server, tokens=900, new=1500):
+    with _running(tiered, tokens=900, new=1500):
         first = browser.wait(lambda: browser.pixels(_MAPS), "a map")
         routed = browser.wait(
             lambda: _rgb(colors.CODED) in (pixels := browser.pixels(_MAPS) or []) and pixels,
@@ -146,13 +143,12 @@ def test_the_map_of_a_request_appears_changes_and_goes(
         assert browser.wait(lambda: browser.text("#tiles").startswith("1\n"), "the running request")
     browser.wait(lambda: "No request runs" in browser.text("#maps"), "the end of the request")
     assert browser.complaints() == []
-    assert browser.hosts() == {httpx.URL(server.url).netloc.decode()}
+    assert browser.hosts() == {httpx.URL(tiered.url).netloc.decode()}
 
 
-def test_a_window_is_told_by_its_place_and_tier(servers: ServerPool, browser: Browser) -> None:
-    server = servers.get(*TIERED)
-    browser.driver.get(f"{server.url}/kv_tiering")
-    with _running(server, tokens=900, new=1500):
+def test_a_window_is_told_by_its_place_and_tier(tiered: Server, browser: Browser) -> None:
+    browser.driver.get(f"{tiered.url}/kv_tiering")
+    with _running(tiered, tokens=900, new=1500):
         browser.wait(lambda: browser.sees(_MAPS), "a map")
         canvas = browser.driver.find_element(By.CSS_SELECTOR, _MAPS)
         over = webdriver.ActionChains(browser.driver).move_to_element(canvas)
@@ -161,27 +157,26 @@ def test_a_window_is_told_by_its_place_and_tier(servers: ServerPool, browser: Br
         assert re.fullmatch(r"layer [12]?\d, tokens 0 to 7: protected", told)
 
 
-def test_a_name_of_a_request_is_text_whatever_it_is(servers: ServerPool, browser: Browser) -> None:
-    server = servers.get(*TIERED)
+def test_a_name_of_a_request_is_text_whatever_it_is(tiered: Server, browser: Browser) -> None:
     name = "<img src=x onerror=document.title='taken'>"
-    browser.driver.get(f"{server.url}/kv_tiering")
-    with _running(server, tokens=40, new=2000, name=name):
+    browser.driver.get(f"{tiered.url}/kv_tiering")
+    with _running(tiered, tokens=40, new=2000, name=name):
         browser.wait(lambda: name in browser.text("#maps"), "the request's name")
         assert browser.driver.title == "KV tiers"
         assert not browser.sees("#maps img")
     assert browser.complaints() == []
 
 
-def test_the_page_fits_a_telephone(servers: ServerPool, browser: Browser) -> None:
-    server = servers.get(*TIERED)
+def test_the_page_fits_a_telephone(tiered: Server, browser: Browser) -> None:
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", _NARROW)
-    browser.driver.get(f"{server.url}/kv_tiering")
-    with _running(server, tokens=900, new=1500, name="a-name-without-a-break" * 20):
+    browser.driver.get(f"{tiered.url}/kv_tiering")
+    with _running(tiered, tokens=900, new=1500, name="a-name-without-a-break" * 20):
         browser.wait(lambda: browser.sees(_MAPS), "a map")
         width = browser.driver.execute_script("return document.documentElement.scrollWidth")
         assert width == _NARROW["width"]
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key_asks_for_it(
     tmp_path: Path, browser: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +339,7 @@ def test_an_ssd_tier_is_shown_where_there_is_one(browser: Browser) -> None:
 def test_a_server_without_tiers_says_so(
     servers: ServerPool, browser: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = servers.get("--kv-tiering", "none")
+    server = servers.get()
     browser.driver.get(f"{server.url}/kv_tiering")
     browser.wait(lambda: browser.sees("#off"), "the notice")
     assert browser.text("#status") == "off"

@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from server.harness import ServerPool
-from server.tiering import TIERED
+from server.harness import Server
 from sglang_qevict import cli
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUICK = Path(__file__).parents[2] / "configs" / "stress" / "quick.yaml"
 
 
 def test_the_quick_mix_is_served_and_its_needles_are_found(
-    servers: ServerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiered: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = servers.get(*TIERED)
     out = tmp_path / "report"
     # What the mix itself requires makes the status: half of the needles and copies, and no error.
-    status = cli.main(["stress", str(QUICK), server.url, "--baseline", "--out", str(out)])
+    status = cli.main(["stress", str(QUICK), tiered.url, "--baseline", "--out", str(out)])
     told = capsys.readouterr()
     assert status == 0, told.err
     assert told.out == f"{out / 'index.html'}\n"
@@ -40,6 +38,6 @@ def test_the_quick_mix_is_served_and_its_needles_are_found(
     assert agent["cached"] > 0.3 or agent["sent"] == 1
     for name in ("tiers.png", "moves.png", "fairness.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert server.metrics()  # it still answers
-    server.flush_cache()
-    server.assert_clean()
+    assert tiered.metrics()  # it still answers
+    tiered.flush_cache()
+    tiered.assert_clean()

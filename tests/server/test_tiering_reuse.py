@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,13 +24,6 @@ from server.tiering import (
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture
-def server(servers: ServerPool) -> Iterator[Server]:
-    server = servers.get(*TIERED)
-    yield server
-    assert_idle(server)
-
-
 def ask(server: Server, prompt: Sequence[int], tokens: int = 8, **request: Any) -> dict[str, Any]:
     """SGLang's answer to a prompt, with further fields of the request."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -44,31 +37,31 @@ def cached(result: dict[str, Any]) -> int:
     return int(result["meta_info"]["cached_tokens"])
 
 
-def test_turns_of_one_conversation_reuse_prompt_and_answer(server: Server) -> None:
+def test_turns_of_one_conversation_reuse_prompt_and_answer(tiered: Server) -> None:
     document, *questions = prompts([3000, 20, 20, 20])
     turn = document
     for number, question in enumerate(questions):
         turn = turn + question
-        result = ask(server, turn, tokens=30)
+        result = ask(tiered, turn, tokens=30)
         known = len(turn) - len(question)
         # Whole windows of all that was there before; the last token of an answer has no KV yet.
         assert cached(result) == (0 if number == 0 else (known - 1) // 8 * 8)
         turn = turn + result["output_ids"]
 
 
-def test_branches_of_one_prefix_share_its_copies(server: Server) -> None:
+def test_branches_of_one_prefix_share_its_copies(tiered: Server) -> None:
     prefix, *branches = prompts([2000, 40, 48, 56], start=5_000)
-    ask(server, prefix + branches[0])
-    alone = report(server)["bytes"]["claimed"]
+    ask(tiered, prefix + branches[0])
+    alone = report(tiered)["bytes"]["claimed"]
     together = [prefix + branch for branch in branches[1:]]
     with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(lambda prompt: ask(server, prompt), together))
+        results = list(threads.map(lambda prompt: ask(tiered, prompt), together))
     assert [cached(result) for result in results] == [2000, 2000]
     new_pages = sum((len(prompt) + 7) // 8 - 250 for prompt in together)
-    assert report(server)["bytes"]["claimed"] <= alone + new_pages * alone // 200
+    assert report(tiered)["bytes"]["claimed"] <= alone + new_pages * alone // 200
 
 
-def test_tenants_with_different_salts_or_keys_share_nothing(server: Server) -> None:
+def test_tenants_with_different_salts_or_keys_share_nothing(tiered: Server) -> None:
     (prompt,) = prompts([900], start=8_000)
     ways: list[dict[str, str]] = [
         {},
@@ -78,58 +71,58 @@ def test_tenants_with_different_salts_or_keys_share_nothing(server: Server) -> N
         {"extra_key": "abc"},
     ]
     for way in ways:
-        assert cached(ask(server, prompt, **way)) == 0
+        assert cached(ask(tiered, prompt, **way)) == 0
     for way in ways:
-        assert cached(ask(server, prompt, **way)) == 896
+        assert cached(ask(tiered, prompt, **way)) == 896
 
 
 def test_a_request_is_answered_beside_others_as_alone_after_the_same_warming(
-    server: Server,
+    tiered: Server,
 ) -> None:
     document, question, *others = prompts([2000, 24, 700, 30, 1500], start=12_000)
-    ask(server, document)
-    alone = answer(server, document + question, 24)
-    server.flush_cache()
-    ask(server, document)
+    ask(tiered, document)
+    alone = answer(tiered, document + question, 24)
+    tiered.flush_cache()
+    ask(tiered, document)
     with ThreadPoolExecutor(len(others) + 1) as threads:
-        found = threads.submit(answer, server, document + question, 24)
+        found = threads.submit(answer, tiered, document + question, 24)
         for other in others:
-            threads.submit(ask, server, other, 40)
+            threads.submit(ask, tiered, other, 40)
         among = found.result()
     assert_same_up_to_a_near_tie(alone, among)
 
 
-def test_a_short_prompt_is_answered_from_its_cached_prefix_as_without(server: Server) -> None:
+def test_a_short_prompt_is_answered_from_its_cached_prefix_as_without(tiered: Server) -> None:
     (prompt,) = prompts([200], start=16_000)
-    cold = answer(server, prompt, 24)
-    warm = answer(server, prompt, 24)
-    assert cached(ask(server, prompt)) == 192
+    cold = answer(tiered, prompt, 24)
+    warm = answer(tiered, prompt, 24)
+    assert cached(ask(tiered, prompt)) == 192
     assert_same_up_to_a_near_tie(cold, warm)
 
 
 def test_short_prompts_reuse_what_a_long_one_left_once_one_of_them_has_ended(
-    server: Server,
+    tiered: Server,
 ) -> None:
     system, document, *questions = prompts([304, 600, 20, 20, 20], start=16_500)
-    ask(server, system + document)
-    found = [cached(ask(server, system + question)) for question in questions]
+    ask(tiered, system + document)
+    found = [cached(ask(tiered, system + question)) for question in questions]
     assert found == [8, 304, 304]
-    assert cached(ask(server, system + document)) == 896
+    assert cached(ask(tiered, system + document)) == 896
 
 
-def test_samples_of_one_prompt_reuse_it(server: Server) -> None:
+def test_samples_of_one_prompt_reuse_it(tiered: Server) -> None:
     (prompt,) = prompts([800], start=17_000)
     sampling = {"n": 3, "temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
-    samples = server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+    samples = tiered.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
     assert [cached(sample) for sample in samples] == [792] * 3
 
 
-def test_twins_in_one_batch_leave_one_copy(server: Server) -> None:
+def test_twins_in_one_batch_leave_one_copy(tiered: Server) -> None:
     first, second = prompts([700, 100], start=18_000)
     twins = [first + second] * 3
-    server.generate_many(twins, max_new_tokens=8, ignore_eos=True)
-    assert report(server)["kept_pages"] == 100
-    assert cached(ask(server, first + second)) == 792
+    tiered.generate_many(twins, max_new_tokens=8, ignore_eos=True)
+    assert report(tiered)["kept_pages"] == 100
+    assert cached(ask(tiered, first + second)) == 792
 
 
 @pytest.mark.slow
@@ -181,13 +174,13 @@ def test_at_budget_one_a_reused_prefix_is_as_good_as_new(servers: ServerPool) ->
 
 
 @pytest.mark.slow
-def test_later_turns_about_a_document_start_four_times_faster(server: Server) -> None:
+def test_later_turns_about_a_document_start_four_times_faster(tiered: Server) -> None:
     seconds: dict[int, list[float]] = {1: [], 2: [], 3: []}
     for repeat in range(3):
         turn, *questions = prompts([3000, 20, 20], start=40_000 + 3_100 * repeat)
         for number in (1, 2, 3):
             start = time.perf_counter()
-            result = ask(server, turn, tokens=1)
+            result = ask(tiered, turn, tokens=1)
             seconds[number].append(time.perf_counter() - start)
             if number < 3:
                 turn = turn + result["output_ids"] + questions[number - 1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,7 @@ def test_metrics_follow_what_is_written_after_the_last_launch(server: Server) ->
     assert exported(server, "recalls_total") == found["requests"] + found["failed"]
 
 
+@pytest.mark.slow
 def test_a_second_server_on_the_directory_is_refused_in_a_sentence(
     server: Server, tmp_path: Path
 ) -> None:
@@ -302,7 +303,7 @@ def test_a_full_disk_drops_windows_and_says_so_once(tmp_path: Path) -> None:
             assert cached(ask(server, one)) > 0
             assert_idle(server)
             server.assert_clean()
-            assert server.log_text().count("disk") <= 3
+            assert server.log_text().count("is full") == 1
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -313,14 +314,14 @@ def test_aborts_and_retractions_leave_nothing(tmp_path: Path) -> None:
     asked = prompts([900] * 6, start=60_000)
     few = flags(tmp_path / "ssd", "--max-total-tokens", "4096")
     with Server(*few, log_path=tmp_path / "server.log") as server:
-        threads = []
-        for number in range(24):
-            prompt = asked[number % 6]
-            threads.append(threading.Thread(target=_hang_up, args=(server, prompt, number % 3)))
-            threads[-1].start()
-            time.sleep(0.2)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(24) as threads:
+            answers = []
+            for number in range(24):
+                answers.append(threads.submit(_hang_up, server, asked[number % 6], number % 3))
+                time.sleep(0.2)
+        for one in answers:
+            one.result()
+        assert "Retract requests" in server.log_text()
         assert_idle(server)
         server.assert_clean()
         assert counts(server)["requests"] > 0
@@ -331,15 +332,6 @@ def _hang_up(server: Server, prompt: list[int], kind: int) -> None:
     body = {"input_ids": prompt, "sampling_params": sampling}
     timeout = 1.5 if kind == 0 else 120
     try:
-        httpx.post(f"{server.url}/generate", json=body, timeout=timeout)
+        httpx.post(f"{server.url}/generate", json=body, timeout=timeout).raise_for_status()
     except httpx.TimeoutException:
         assert kind == 0
-
-
-def test_stopping_the_server_ends_its_threads(tmp_path: Path) -> None:
-    server = Server(*flags(tmp_path / "ssd"), log_path=tmp_path / "server.log")
-    server.start()
-    (prompt,) = prompts([700], start=70_000)
-    ask(server, prompt)
-    server.processes()[0].send_signal(signal.SIGTERM)
-    server.wait(60)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.harness import LAUNCH_SERVER, Server, ServerFailed
+from server.harness import Server, ServerFailed
 from server.tiering import TIERED, assert_idle, prompts, report
 from sglang_qevict.models import fetch_model
 
@@ -29,12 +29,8 @@ def _assert_tiers(server: Server, budget: float) -> None:
     assert_idle(server)
 
 
-def test_launch_server_with_a_yaml_file_tiers(tmp_path: Path) -> None:
-    path = tmp_path / "serve.yaml"
-    path.write_text("kv-tiering: qevict\nkv-tiering-budget: 0.25\nsleep-on-idle: true\n")
-    log_path = tmp_path / "server.log"
-    with Server("--config", str(path), log_path=log_path, command=LAUNCH_SERVER) as server:
-        _assert_tiers(server, 0.25)
+def test_launch_server_with_a_yaml_file_tiers(tiered: Server) -> None:
+    _assert_tiers(tiered, 0.2)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import rotary_table
 from qevict_monitoring.exporter import Exporter
 from qevict_tiers.budget import WindowBudget
@@ -94,7 +95,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_cuda")
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_no_launch_waits_for_the_device(
     promote: Promotion, is_watched: bool, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import SMALL, MiniEngine
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat
@@ -168,7 +169,7 @@ def test_views_end_together_however_many_windows_are_looked_at_at_once(
 
 
 @pytest.mark.parametrize("reuse", PrefixReuse)
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_attention_that_wavers_as_much_as_it_can_brings_codes_to_their_bound_and_no_further(
     promote: Promotion, reuse: PrefixReuse
 ) -> None:

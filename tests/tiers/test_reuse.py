@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import SMALL, MiniEngine, Text, Waiting
 from qevict_kernels import make_kernels
 from qevict_tiers.config import Heads, PrefixReuse, Promotion, TieringConfig
@@ -107,7 +108,7 @@ def test_shared_pages_are_counted_once_however_many_share_them() -> None:
     assert engine.problems() == []
 
 
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_a_request_is_routed_beside_others_as_alone_after_the_same_warming(
     promote: Promotion,
 ) -> None:

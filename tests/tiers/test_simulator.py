@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import MiniEngine, Request, Text
 from qevict_kernels.interface import FullArena
 from qevict_kernels.layout import WindowGeometry
@@ -120,7 +121,7 @@ def assert_serves_as_simulated(
     assert following is None
 
 
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 @pytest.mark.parametrize("text", [Text(), DOCUMENT], ids=["alone", "reuse"])
 @pytest.mark.parametrize(
     "options",
@@ -378,7 +379,7 @@ def test_a_query_that_sees_nothing_of_what_it_attends_to_scores_nothing() -> Non
     assert second.scores[0].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 def test_of_windows_with_equal_scores_the_newer_rank_first(promote: Promotion) -> None:
     config = SimulatedConfig(
         window=1,

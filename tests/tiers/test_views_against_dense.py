@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from kernel_cases import WITHOUT_STORE
 from mini_engine import SMALL, MiniEngine, rotary_table
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat
@@ -44,7 +45,7 @@ channels: the slack covers that.
 """
 
 
-@pytest.mark.parametrize("promote", Promotion)
+@pytest.mark.parametrize("promote", WITHOUT_STORE)
 @pytest.mark.parametrize("q", [Fraction(0), Fraction(7, 10), Fraction(1)])
 def test_prefill_and_decode_equal_dense_attention(promote: Promotion, q: Fraction) -> None:
     engine = make_engine(promote=promote, quant_fraction=q)
