@@ -253,7 +253,7 @@ OPTIONS: tuple[Option, ...] = (
         "ssd_size",
         ByteSize.parse,
         "bytes, or such as 512M, 16G",
-        "How much the SSD tier may take; the coldest goes first.",
+        "How much the SSD tier of each rank may take; the coldest goes first.",
     ),
     Option(
         "ssd-persist",

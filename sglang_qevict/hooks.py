@@ -261,6 +261,12 @@ def retract_decode(result: Any, batch: Any) -> Any:
     return result
 
 
+def flush_cache_after_weight_update(updater: Any, *args: Any, **kwargs: Any) -> None:
+    """What other weights have made is not recalled, whether the cache is flushed or not."""
+    if runtime.state is not None:
+        runtime.state.spill.weights_changed()
+
+
 def init_metrics_collector(result: None, scheduler: Any) -> None:
     """Tiering exports what SGLang exports labels for, before it builds its state."""
     if config_of(scheduler.server_args) is not None and scheduler.metrics_collector is not None:
@@ -412,6 +418,12 @@ HOOKS: tuple[_Hook, ...] = (
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.retract_decode",
         retract_decode,
         HookType.AFTER,
+    ),
+    (
+        f"{_SRT}.managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
+        flush_cache_after_weight_update,
+        HookType.BEFORE,
     ),
     (
         f"{_SRT}.managers.scheduler.Scheduler.init_metrics_collector",

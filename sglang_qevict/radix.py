@@ -97,7 +97,7 @@ class TieredRadixCache(UnifiedRadixCache):
         left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
         terms = state.terms.of(req)
         usable = state.ledger.usable_pages(pages, prompt, prompt + left, terms)
-        if recalled := self._to_recall(req, params.key, prompt, usable):
+        if recalled := self._to_recall(req, params.key, prompt, usable, terms):
             nothing = zero_match_result(self, result, extra_key=req.extra_key)
             return nothing._replace(host_hit_length=recalled * self.page_size)
         setattr(req, _MATCHED, pages[:usable])
@@ -117,22 +117,28 @@ class TieredRadixCache(UnifiedRadixCache):
             MatchPrefixParams(key=limited, cow_mamba=params.cow_mamba, req=req)
         )
 
-    def _to_recall(self, req: Any, key: RadixKey, prompt: int, usable: int) -> int:
+    def _to_recall(self, req: Any, key: RadixKey, prompt: int, usable: int, terms: Terms) -> int:
         """How many windows to read from the SSD tier, instead of what memory has."""
         state = runtime.require_state()
         if req.skip_radix_cache_insert:
             return 0
         spilled = getattr(req, _SPILLED, None)
         if spilled is None:
+            budget, usual = (c.budget.config.budget for c in (terms.claims, state.claims))
             spilled = state.spill.request(
-                req.cache_salt, req.extra_key, lambda: [*req.origin_input_ids, *req.output_ids]
+                req.cache_salt,
+                req.extra_key,
+                lambda start, stop: _tokens(req, start, stop),
+                made="" if budget == usual else f"budget {budget}",
+                # An adapter's files may be others when the next server begins.
+                is_lasting=req.lora_id is None,
             )
             if spilled is None:
                 return 0
             setattr(req, _SPILLED, spilled)
         windows = len(key) // self.page_size
         # Segments are routed before their prompt's end is known; what is recalled can't be.
-        if not windows or not state.claims.is_exact(prompt):
+        if not windows or not terms.claims.is_exact(prompt):
             return 0
         return state.spill.find(spilled, windows, usable)
 
@@ -274,6 +280,13 @@ class TieredRadixCache(UnifiedRadixCache):
         for locations in device_frees.get(BASE_COMPONENT_TYPE, ()):
             runtime.require_state().drop(locations)
         super()._drain_device_frees(device_frees)
+
+
+def _tokens(req: Any, start: int, stop: int) -> list[int]:
+    """Tokens of a request of SGLang's, as far as it has them."""
+    prompt = len(req.origin_input_ids)
+    generated = req.output_ids[max(0, start - prompt) : max(0, stop - prompt)]
+    return [*req.origin_input_ids[start:stop], *generated]
 
 
 def create_cache(context: Any) -> Any:

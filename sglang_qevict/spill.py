@@ -15,12 +15,13 @@ routed afresh.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,12 +127,14 @@ class RecallCounters:
         }
 
 
+TokensOf = Callable[[int, int], Sequence[int]]
+"""Tokens of a request from a position up to another, as far as they are known."""
+
+
 class SpilledRequest:
     """What the store has and gets of one request."""
 
-    def __init__(
-        self, chain: KeyChain, layers: LayerSpan, tokens: Callable[[], Sequence[int]]
-    ) -> None:
+    def __init__(self, chain: KeyChain, layers: LayerSpan, tokens: TokensOf) -> None:
         self._chain = chain
         self._layers = layers
         self._tokens = tokens
@@ -150,7 +153,7 @@ class SpilledRequest:
         known = len(self._keys)
         if windows.stop > known:
             size = self._chain.window
-            tokens = self._tokens()[known * size : windows.stop * size]
+            tokens = self._tokens(known * size, windows.stop * size)
             self._chain.extend(tokens[: len(tokens) // size * size])
             self._keys += [
                 self._chain.key(window, self._layers, Kind.ORIGINAL)
@@ -216,11 +219,14 @@ class BreakEven:
     def patience_seconds(self, tokens: int) -> float:
         """How long a read may take: as long as it takes to compute the tokens."""
         if self._tokens_per_second is None:
-            return _LONGEST_READ_SECONDS
+            return _FIRST_READ_SECONDS
         return min(_LONGEST_READ_SECONDS, tokens / self._tokens_per_second)
 
 
 _LONGEST_READ_SECONDS = 5.0
+
+_FIRST_READ_SECONDS = 1.0
+"""How long a read may take on a server that has not computed a prompt yet."""
 
 _FEWEST_TIMED_TOKENS = 256
 """Launches of fewer tokens say little of how long a prefix takes."""
@@ -245,9 +251,18 @@ class NoSpill:
     """No SSD tier: nothing is written, and nothing comes back."""
 
     def request(
-        self, salt: str | None, extra_key: str | None, tokens: Callable[[], Sequence[int]]
+        self,
+        salt: str | None,
+        extra_key: str | None,
+        tokens: TokensOf,
+        made: str = "",
+        is_lasting: bool = True,
     ) -> SpilledRequest | None:
-        """A request's windows, whose tokens so far ``tokens`` gives whenever it is asked."""
+        """A request's windows, whose tokens so far ``tokens`` gives whenever it is asked.
+
+        ``made``: what else its keys and values depend on, beside the server's options.
+        ``is_lasting``: False where they depend on what another process may find changed.
+        """
         return None
 
     def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
@@ -299,6 +314,9 @@ class NoSpill:
     def forget_rows(self) -> None:
         """All rows are gone (a flush); what is in the store stays."""
 
+    def weights_changed(self) -> None:
+        """From now on nothing is found that other weights have made."""
+
     def decide_with(self, group: Any) -> None:
         """Decide as all ranks of a ``torch.distributed`` group: by what the least of them has."""
 
@@ -333,13 +351,24 @@ class SpillTier(NoSpill):
         self._restores = budget.config.promote is Promotion.RESTORE
         self._prefetched: dict[int, dict[int, _Prefetched]] = {}
         self._warn = OneLine()
+        self._process = secrets.token_hex(16)
 
     # -- what is in the store ---------------------------------------------------------
 
     def request(
-        self, salt: str | None, extra_key: str | None, tokens: Callable[[], Sequence[int]]
+        self,
+        salt: str | None,
+        extra_key: str | None,
+        tokens: TokensOf,
+        made: str = "",
+        is_lasting: bool = True,
     ) -> SpilledRequest:
-        return SpilledRequest(self.space.chain(salt, extra_key), self.layers, tokens)
+        names = [self.space.made, made, "" if is_lasting else self._process]
+        space = replace(self.space, made=" ".join(filter(None, names)))
+        return SpilledRequest(space.chain(salt, extra_key), self.layers, tokens)
+
+    def weights_changed(self) -> None:
+        self.space = replace(self.space, made=f"{self.space.made} {secrets.token_hex(16)}")
 
     def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
         keys = request.keys(range(windows))

@@ -400,7 +400,9 @@ class MiniEngine:
     def _to_recall(self, request: Request, matched: int) -> int:
         """Windows of a request that are to come from the store."""
         spill = self.state.spill
-        request.spilled = spill.request(str(request.text.salt), None, request.tokens)
+        request.spilled = spill.request(
+            str(request.text.salt), None, lambda start, stop: request.tokens()[start:stop]
+        )
         windows = (request.prompt - 1) // self.geometry.window
         if request.spilled is None or not windows or not self.state.claims.is_exact(request.prompt):
             return 0

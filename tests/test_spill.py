@@ -292,16 +292,31 @@ def test_a_request_that_is_computed_faster_is_counted_once() -> None:
     _, spill = written_and_evicted(MemoryStore())
     spill.break_even.read(1, seconds=1)
     spill.break_even.computed(10**6, seconds=1)
-    request = spill.request("0", None, lambda: DOCUMENT_TOKENS)
+    request = spill.request("0", None, lambda start, stop: DOCUMENT_TOKENS[start:stop])
     for _ in range(3):
         assert spill.find(request, 50, matched=0) == 0
     assert spill.counters.requests == {Recall.NOT_WORTH_IT: 1}
     assert spill.counters.windows == {Recall.NOT_WORTH_IT: 50}
 
 
+def test_what_other_weights_budgets_or_adapters_made_is_not_found() -> None:
+    _, spill = written_and_evicted(MemoryStore())
+
+    def found(tier: SpillTier, **made: Any) -> int:
+        request = tier.request("0", None, lambda start, stop: DOCUMENT_TOKENS[start:stop], **made)
+        return tier.find(request, 50, matched=0)
+
+    assert found(spill) == 50
+    assert found(spill, made="budget 1/2") == found(spill, is_lasting=False) == 0
+    other = SpillTier(spill.manager, spill.store, spill.space, spill.layers)
+    spill.weights_changed()
+    assert found(spill) == 0
+    assert found(other) == 50
+
+
 def test_what_one_rank_can_t_have_no_rank_recalls(monkeypatch: pytest.MonkeyPatch) -> None:
     _, spill = written_and_evicted(MemoryStore())
-    request = spill.request("0", None, lambda: DOCUMENT_TOKENS)
+    request = spill.request("0", None, lambda start, stop: DOCUMENT_TOKENS[start:stop])
     assert not spill.read(request, 50, wanted=False)
     least = iter([1, 0])
     monkeypatch.setattr(spill, "_least", lambda number: min(number, next(least)))

@@ -120,7 +120,9 @@ class Server:
 
     def _request(self, owner: Owner) -> SpilledRequest:
         tokens = [owner.document * 10_000 + position for position in range(owner.tokens)]
-        return self.tier.request(f"tenant {owner.tenant}", None, lambda: tokens)
+        return self.tier.request(
+            f"tenant {owner.tenant}", None, lambda start, stop: tokens[start:stop]
+        )
 
     def end(self, row: int) -> None:
         """A last routing event; then most of them end well."""
