@@ -47,7 +47,24 @@ def test_the_table_of_refusals_is_complete() -> None:
 
 def test_links_lead_somewhere() -> None:
     root = Path(__file__).parents[1]
-    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    pages = [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]
+    anchors = 0
     for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target in re.findall(r"\]\(([^):]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            found = page.parent / name if name else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in _slugs(found.read_text()), f"{page.name}: {target}"
+            anchors += bool(anchor)
+    assert anchors > 20
+
+
+def _slugs(page: str) -> set[str]:
+    """Names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_no_page_waits_for_a_figure() -> None:
+    for page in (Path(__file__).parents[1] / "docs").rglob("*.md"):
+        assert not re.search(r"(?m)^(?:[A-Z]+_[A-Z_]+|TODO.*|TBD.*)$", page.read_text()), page.name

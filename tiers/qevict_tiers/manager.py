@@ -362,8 +362,9 @@ class TierManager:
 
     def drop(self, pages: torch.Tensor) -> None:
         """Keep pages (int64 ``[n]``) no longer."""
-        for some in pages.split(self._at_once(1)):
-            full, coded, owners = self._kept_copies(some)
+        step = self._at_once(1)
+        for first in range(0, pages.shape[0], step):
+            full, coded, owners = self._kept_copies(pages[first : first + step])
             self.arena.full.release(self._select(full, owners))
             self.arena.coded.release(self._select(coded, owners))
         self.kept[pages] = Keep.NOTHING
