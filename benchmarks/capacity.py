@@ -46,10 +46,13 @@ def measure(server: Server, texts: Texts, requests: int, name: str) -> tuple[int
     """Largest decoding batch, retractions, and seconds until all are done."""
     prompts = [texts.prompt(CONTEXT) for _ in range(requests)]
     start = time.perf_counter()
-    with ThreadPoolExecutor(1) as thread, tqdm(total=requests, unit="request", desc=name) as bar:
-        answers = thread.submit(
-            server.generate_many, prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True
-        )
+    thread = ThreadPoolExecutor(1)
+    answers = thread.submit(
+        server.generate_many, prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True
+    )
+    # Who interrupts this need not wait for the answers: they end with the servers.
+    thread.shutdown(wait=False)
+    with tqdm(total=requests, unit="request", desc=name) as bar:
         while wait([answers], timeout=0.5).not_done:
             log = server.log_text()
             bar.update(finished(log) - bar.n)
