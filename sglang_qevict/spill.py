@@ -607,9 +607,11 @@ def _made_under(config: TieringConfig) -> str:
     """The options that decide what attention sees, and so which keys and values come out.
 
     Those of generated tokens, and of prompts behind a coded prefix or routed in segments, come
-    from attention to codes and without what was evicted.
+    from attention to codes and without what was evicted. A request's own budget names its records
+    itself.
     """
-    seen = [option for option in OPTIONS if not option.field.startswith(("ssd_", "spill_"))]
+    elsewhere = ("ssd_", "spill_", "budget_limits", "tenants")
+    seen = [option for option in OPTIONS if not option.field.startswith(elsewhere)]
     return " ".join(f"{option.field}={typed(getattr(config, option.field))}" for option in seen)
 
 

@@ -42,6 +42,7 @@ FLAGS: dict[str, list[str]] = {
     "--enable-lmcache": ["--enable-lmcache"],
     "--enable-flexkv": ["--enable-flexkv"],
     "--enable-unified-cache-external-linker": ["--enable-unified-cache-external-linker"],
+    "--enable-memory-saver": ["--enable-memory-saver"],
     "--enable-unified-memory": ["--enable-unified-memory"],
     "--enable-page-major-kv-layout": ["--enable-page-major-kv-layout"],
     "--enable-kv-cache-sharding": ["--enable-kv-cache-sharding"],

@@ -16,6 +16,7 @@ from mini_engine import SMALL, MemoryStore, MiniEngine, Text
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import ParamFormat
 from qevict_tiers.config import (
+    BudgetLimits,
     ByteSize,
     Heads,
     PrefillScores,
@@ -342,6 +343,7 @@ _OTHER_OPTIONS: dict[str, Any] = {
     "exact_prefill_tokens": 4096,
     "full_layers": frozenset({0, 1}),
     "prefix_fidelity": PrefixFidelity.CODES,
+    "score_decay": Fraction(1, 2),
 }
 _PLACES: dict[str, Any] = {
     "ssd_dir": Path("/other"),
@@ -349,6 +351,8 @@ _PLACES: dict[str, Any] = {
     "ssd_persist": True,
     "spill_backend": "file",
     "spill_config": '{"a": 1}',
+    "budget_limits": BudgetLimits(Fraction(1, 10), Fraction(1, 2)),
+    "tenants": "{}",
 }
 
 
@@ -357,7 +361,11 @@ def test_records_are_named_by_all_options_that_change_what_attention_sees() -> N
     assert {*_OTHER_OPTIONS, *_PLACES} == {field.name for field in fields(config)}
     others = [replace(config, **{name: value}) for name, value in _OTHER_OPTIONS.items()]
     assert len({_made_under(other) for other in [config, *others]}) == 1 + len(others)
-    for where in ({"ssd_dir", "ssd_size", "ssd_persist"}, {"spill_backend", "spill_config"}):
+    for where in (
+        {"ssd_dir", "ssd_size", "ssd_persist"},
+        {"spill_backend", "spill_config"},
+        {"budget_limits", "tenants"},
+    ):
         moved = replace(config, **{name: _PLACES[name] for name in where})
         assert _made_under(moved) == _made_under(config)
 

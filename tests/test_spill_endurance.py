@@ -73,6 +73,10 @@ class MadeUpArena:
         assert torch.equal(originals, self.originals(layers, row, range(len(originals))))
         self.restored += len(originals)
 
+    def budget_of(self, row: int) -> WindowBudget:
+        """All requests have the same."""
+        return self.budget
+
     def near_full(self, row: int, tokens: int, share: float) -> list[int]:
         """Any windows of the history."""
         windows = range(*self.budget.history(tokens))

@@ -108,7 +108,8 @@ def policies(config: TieringConfig, heads: Heads, num_layers: int, prompt: int) 
         changed = dataclasses.replace(config, window=tokens, **changes)  # type: ignore[arg-type]
         return WindowBudget(changed, changed.geometry(heads), num_layers)
 
-    single = SimulatedConfig(**{**vars(config), "window": 1, "quant_fraction": two_tiers})
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    single = SimulatedConfig(**{**options, "window": 1, "quant_fraction": two_tiers})
     size = config.window
     three = windows_of(size)
     return [

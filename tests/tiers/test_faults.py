@@ -19,7 +19,7 @@ from qevict_tiers.observer import Observer
 from qevict_tiers.spill.records import Reading, ReadStatus
 from qevict_tiers.views import Views
 from sglang_qevict import spill as spill_module
-from sglang_qevict.spill import SpillTier
+from sglang_qevict.spill import Recall, SpillTier
 
 DOCUMENT = Text(document=1, tokens=400)
 
@@ -128,7 +128,7 @@ def test_without_memory_for_originals_requests_go_on_without_them(
     told = [line for line in caplog.messages if "no memory for originals" in line]
     assert len(told) == 1
     assert serve(engine, 3, 460) == 400
-    assert spill_of(engine).counters.requests == 1
+    assert spill_of(engine).counters.requests == {Recall.NO_ROOM: 1, Recall.RECALLED: 1}
     assert engine.worst_error < 0.05
     assert_nothing_is_left(engine)
 
@@ -176,7 +176,7 @@ def test_where_one_rank_fails_all_compute(fault: str, monkeypatch: pytest.Monkey
     if fault == "no records":
         stores[1].records.clear()
     assert on_all(2, 460) == ([400, 400] if fault == "nothing" else [0, 0])
-    assert ranks.decisions > 2
+    assert ranks.decisions >= 2
     one, other = (torch.stack(engine.outputs[2][-48:]) for engine in engines)
     assert torch.equal(one, other)
     for engine in engines:

@@ -266,15 +266,6 @@ class TieringConfig:
             self.spill_config,
             "a JSON object",
         )
-        if not self.spills:
-            for name in ("ssd_size", "ssd_persist", "prefix_fidelity"):
-                value = getattr(self, name)
-                _check(
-                    value == getattr(TieringConfig, name),
-                    name.replace("_", "-"),
-                    getattr(value, "value", value),
-                    "left out without --kv-tiering-ssd-dir or --kv-tiering-spill-backend",
-                )
         _check(
             not self.spills or self.prefix_reuse is not PrefixReuse.OFF,
             "prefix-reuse",
