@@ -134,7 +134,8 @@ class KeptPages:
 
     def _unlocked(self, pages: Iterable[int]) -> _Pages:
         index = np.fromiter(pages, dtype=np.int64)
-        return index[self._locks[index] == 0]
+        unlocked: _Pages = index[self._locks[index] == 0]
+        return unlocked
 
     def _sum(self, index: _Pages) -> int:
         return int(self._bytes[self._keep[index]].sum())

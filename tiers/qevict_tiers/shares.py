@@ -114,13 +114,13 @@ def fair_shares(shares: Mapping[int, Share], capacity: int) -> dict[int, int]:
     In proportion to the weights, but for those that get their floor instead, or their cap: what
     these take more, or leave, the others share. Exact, so that it is the same on every rank.
     """
-    floors = {tenant: int(share.floor * capacity) for tenant, share in shares.items()}
-    caps = {tenant: int(share.cap * capacity) for tenant, share in shares.items()}
+    floors = {tenant: Fraction(int(share.floor * capacity)) for tenant, share in shares.items()}
+    caps = {tenant: Fraction(int(share.cap * capacity)) for tenant, share in shares.items()}
     left, given = Fraction(capacity), dict[int, Fraction]()
     while open_ := {tenant: share for tenant, share in shares.items() if tenant not in given}:
         level = left / sum(share.weight for share in open_.values())
         wanted = {tenant: level * share.weight for tenant, share in open_.items()}
-        bounded = {t: min(max(w, Fraction(floors[t])), caps[t]) for t, w in wanted.items()}
+        bounded = {t: min(max(w, floors[t]), caps[t]) for t, w in wanted.items()}
         excess = sum(bounded.values()) - left
         # Those at a bound on the side where too much, or too little, was given are settled.
         settled = {
