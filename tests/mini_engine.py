@@ -659,7 +659,7 @@ class MiniEngine:
         g = self.geometry
         seed = ((request.source(position) + 1000) * 64 + layer) * 100_003 + position
         shape = (g.num_q_heads + 2 * g.num_kv_heads, g.head_dim)
-        drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        drawn = np.random.default_rng(seed % 2**64).standard_normal(shape, np.float32)
         rows = torch.from_numpy(drawn).bfloat16()
         query, key, value = rows.split([g.num_q_heads, g.num_kv_heads, g.num_kv_heads])
         while len(request.keys) <= layer:
