@@ -33,6 +33,8 @@ from spill_cases import MEMORY, adds_up
 
 LAYERS, ROWS, MAX_WINDOWS, WINDOW = 2, 8, 64, 8
 TENANTS, DOCUMENTS = 20, 200
+SSD_BYTES = 8 << 20
+"""So few that they are used up by some hundred requests."""
 SOON = 60
 
 
@@ -184,7 +186,7 @@ def test_requests_come_and_go_and_leave_nothing(requests: int) -> None:
     space = KeySpace("made up", "uint8", WINDOW)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
-        medium = LocalMedium(Path(directory) / "ssd", space, 32 << 20, segment_bytes=1 << 20)
+        medium = LocalMedium(Path(directory) / "ssd", space, SSD_BYTES, segment_bytes=256 << 10)
         store = SpillStore(medium)
         tier = SpillTier(arena, store, space, LayerSpan(0, LAYERS))  # type: ignore[arg-type]
         server = Server(tier, arena)
@@ -199,7 +201,7 @@ def test_requests_come_and_go_and_leave_nothing(requests: int) -> None:
         assert last.resident_bytes - first.resident_bytes < 8 << 20
         assert medium.check_integrity() == []
         assert adds_up(store.counters)
-        assert medium.usage()[2] <= 32 << 20
+        assert medium.usage()[2] <= SSD_BYTES
         # And all of it happened.
         counters = store.counters
         assert min(counters.evicted, counters.moved, arena.restored, server.put_back) > 100
