@@ -261,7 +261,7 @@ def test_what_is_cut_to_fit_is_not_asked_for(texts: Texts, tmp_path: Path) -> No
     mix = mix_of(
         tmp_path,
         "{name: a, kind: document, system_tokens: 100, prompt_tokens: 5000, output_tokens: 24},"
-        "{name: b, kind: document, system_tokens: 1500, prompt_tokens: 5000, output_tokens: 24}",
+        "{name: b, kind: document, system_tokens: 1900, prompt_tokens: 5000, output_tokens: 24}",
     )
     room = 2048 - 24
     short, cut = (Workload(mix, texts, 2048).session(t, 0).turns[0] for t in mix.tenants)
