@@ -321,32 +321,45 @@ class MiniEngine:
                 break
             budget.terms = terms = self.state.terms.of(waits)
             request = Request(name, prompt, text, terms=terms)
-            pages_found = self._match(request, new)
-            recalled = self._to_recall(request, len(pages_found))
-            budget.prefix = [] if recalled else pages_found
-            left = prompt - (recalled or len(pages_found)) * window
-            locked = request.page_keys(len(budget.prefix), window)
-            self.tree.lock(locked, 1)
-            fits, most = budget.check_prefill(
-                extend_input_len=left,
-                total_tokens=left + recalled * window + new + window,
-                max_new_tokens=new,
-                input_tokens=prompt,
-                chunk_limit=limit,
-            )
-            self.tree.lock(locked, -1)
+            shared = self._match(request, new)
+            if recalled := self._to_recall(request, len(shared)):
+                shared = []
+            budget.prefix = shared
+            tokens = self._check_prefill(budget, request, recalled or len(shared), new, limit)
+            if tokens and recalled and not self.state.spill.read(request.spilled, recalled):
+                # Nothing was loaded, and to compute it may not fit.
+                recalled = 0
+                tokens = self._check_prefill(budget, request, 0, new, limit)
             if isinstance(budget, FairPrefillBudget) and budget.passes_over():
                 continue
-            if not fits or not most:
-                break
-            tokens = left if budget.ceil_paged_tokens(left) <= most else most // window * window
             if not tokens:
                 break
+            left = prompt - (recalled or len(shared)) * window
             budget.reserve(tokens, new if tokens == left else 0)
             limit -= budget.ceil_paged_tokens(tokens)
-            self.start(name, prompt, text, new, terms)
+            self._begin(request, shared, recalled)
             chunks[name] = tokens
         return chunks
+
+    def _check_prefill(
+        self, budget: TieredPrefillBudget, request: Request, cached: int, new: int, limit: int
+    ) -> int:
+        """Tokens of a prompt, all or a chunk, that a pass lets in behind so many windows."""
+        window = self.geometry.window
+        left = request.prompt - cached * window
+        locked = request.page_keys(len(budget.prefix), window)
+        self.tree.lock(locked, 1)
+        fits, most = budget.check_prefill(
+            extend_input_len=left,
+            total_tokens=request.prompt - len(budget.prefix) * window + new + window,
+            max_new_tokens=new,
+            input_tokens=request.prompt,
+            chunk_limit=limit,
+        )
+        self.tree.lock(locked, -1)
+        if not fits or not most:
+            return 0
+        return left if budget.ceil_paged_tokens(left) <= most else most // window * window
 
     def _waiting_request(self, asked: Waiting) -> Any:
         """As much of SGLang's request as tiering looks at while it waits."""
@@ -379,16 +392,21 @@ class MiniEngine:
         terms: Terms | None = None,
     ) -> int:
         """Admit a request; its prompt is extended chunk by chunk. Returns its cached tokens."""
-        request = Request(name, prompt, text, row=self.free_rows.pop(), terms=terms)
-        self.running[name] = request
-        self.outputs[name] = []
-        request.pages = self._match(request, new)
-        recalled = self._to_recall(request, len(request.pages))
-        if recalled:
+        request = Request(name, prompt, text, terms=terms)
+        shared = self._match(request, new)
+        if recalled := self._to_recall(request, len(shared)):
             # What is not read after all is computed.
-            is_read = self.state.spill.read(request.spilled, recalled)
-            request.pages = [self._take_page() for _ in range(recalled)] if is_read else []
-        request.shared = 0 if recalled else len(request.pages)
+            shared = []
+            recalled *= self.state.spill.read(request.spilled, recalled)
+        return self._begin(request, shared, recalled)
+
+    def _begin(self, request: Request, shared: list[int], recalled: int) -> int:
+        """A request runs, behind pages that it shares or windows that it has read."""
+        request.row = self.free_rows.pop()
+        self.running[request.name] = request
+        self.outputs[request.name] = []
+        request.pages = shared + [self._take_page() for _ in range(recalled)]
+        request.shared = len(shared)
         self.tree.lock(request.page_keys(request.shared, self.geometry.window), 1)
         cached = len(request.pages) * self.geometry.window
         for layer in range(self.num_layers):
