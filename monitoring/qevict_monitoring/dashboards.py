@@ -454,8 +454,8 @@ def _add_ssd_tier(board: Any) -> None:
     ).with_panel(
         _graph(
             "Requests whose beginning is in the SSD tier",
-            "Requests a second, of all ranks together, by what became of them: recalled, or why they "
-            "were computed again.",
+            "Requests a second, of all ranks together, by what became of them: recalled, or why "
+            "they were computed again.",
             "reqps",
             Query(_rate(_ours("spill_recalls_total"), "outcome"), "{{outcome}}"),
         )
