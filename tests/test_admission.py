@@ -175,9 +175,9 @@ def test_exact_prompts_that_do_not_fit_are_refused_with_what_they_need() -> None
 @pytest.mark.parametrize(
     ("tenants", "name"),
     [
-        ({"low": {"cap": 0.05}}, "low"),
+        ({"low": {"cap": 0.02}}, "low"),
         ({"a": {"floor": 0.5}, "b": {"floor": 0.48}}, "*"),
-        ({"*": {"cap": 0.05}}, "*"),
+        ({"*": {"cap": 0.02}}, "*"),
     ],
 )
 def test_a_tenant_that_could_never_be_served_is_refused_by_name(

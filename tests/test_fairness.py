@@ -69,8 +69,8 @@ def test_a_flood_that_came_first_does_not_keep_a_small_tenant_waiting() -> None:
     flood = [Waiting(name, 300, tenant="flood", new=100) for name in range(1, 20)]
     small = [Waiting(name, 100, tenant="small", new=8) for name in range(20, 23)]
     admitted = engine.admit([*flood, *small], 1 << 20)
-    assert {one.name for one in small} <= set(admitted)
-    assert 1 in admitted
+    # In turns: the flood's second, which comes before the third small one, waits for a whole chunk.
+    assert [*admitted] == [20, 1, 21]
     engine.extend({1: 300})  # segmented or not, one prompt after the other
     assert engine.problems() == []
 
@@ -92,7 +92,7 @@ def test_one_at_its_cap_waits_though_bytes_are_free() -> None:
 
 def test_a_floor_is_kept_free_from_requests_and_lent_to_what_is_kept() -> None:
     engine = make_engine({"sure": {"floor": 0.5}}, rows=16)
-    serve(engine, *(Waiting(n, 150, document(n, 150), tenant="other") for n in range(1, 10)))
+    serve(engine, *(Waiting(n, 150, document(n, 150), tenant="other") for n in range(1, 18)))
     capacity = engine.state.ledger.capacity_bytes
     assert held(engine, "other") > 0.6 * capacity
     flood = [Waiting(name, 110, tenant="other") for name in range(20, 40)]
@@ -114,9 +114,9 @@ def test_a_floor_is_kept_free_from_requests_and_lent_to_what_is_kept() -> None:
 # --- who gives way ---
 
 
-def fill(engine: MiniEngine, tenants: list[str]) -> None:
-    """Leave texts of 160 tokens, each tenant's oldest first, until the engine is full."""
-    for number, tenant in enumerate(tenants, 100):
+def fill(engine: MiniEngine, tenants: list[str], first: int = 100) -> None:
+    """Leave texts of 160 tokens, one of each of these tenants, numbered from ``first`` on."""
+    for number, tenant in enumerate(tenants, first):
         serve(engine, Waiting(number, 160, document(number, 160), tenant=tenant))
 
 
@@ -124,12 +124,12 @@ def test_leaves_of_who_holds_more_than_its_share_go_first_whatever_their_age() -
     engine = make_engine({})
     fill(engine, ["small", "small"])
     before = held(engine, "small")
-    fill(engine, ["flood"] * 12)
+    fill(engine, ["flood"] * 24, first=102)
     assert engine.state.ledger.total_bytes > 0.8 * engine.state.ledger.capacity_bytes
     assert held(engine, "small") == before
     # In the cache's own order the oldest would be gone long since.
     stock = make_engine()
-    fill(stock, ["small", "small", *["flood"] * 12])
+    fill(stock, ["small", "small", *["flood"] * 24])
     keys = [Text(n, 160, n) for n in (100, 101)]
     assert [engine.start(300 + i, 170, text) for i, text in enumerate(keys)] == [160, 160]
     assert [stock.start(300 + i, 170, text) for i, text in enumerate(keys)] == [0, 0]
@@ -139,7 +139,7 @@ def test_a_tenant_at_its_floor_loses_nothing_to_others() -> None:
     engine = make_engine({"sure": {"floor": 0.2}, "flood": {"weight": 100}})
     fill(engine, ["sure"] * 5)
     capacity = engine.state.ledger.capacity_bytes
-    fill(engine, ["flood"] * 14)
+    fill(engine, ["flood"] * 30, first=105)
     # Its share beside such a weight is its floor; it loses what is above, by whole leaves.
     page = engine.num_layers * engine.plan.budget.full_bytes
     assert 0.2 * capacity - page <= held(engine, "sure") <= 0.2 * capacity + page
@@ -154,7 +154,7 @@ def test_a_tenant_keeps_no_more_than_its_cap() -> None:
 
 
 def test_who_holds_most_of_its_share_is_retracted_first() -> None:
-    engine = make_engine({"small": {"floor": 0.1}}, kv_tokens=700, rows=8)
+    engine = make_engine({"small": {"floor": 0.1}}, kv_tokens=500, rows=8)
     waiting = [Waiting(n, 116, tenant="small" if n == 3 else "flood") for n in range(1, 5)]
     for one in waiting:
         engine.extend(engine.admit([one], 1 << 20))
@@ -251,8 +251,8 @@ def test_a_request_holds_the_bytes_that_it_asked_for_beside_others(own: Fraction
         assert engine.running[name].stored == 424
         everything = engine.plan.budget.num_windows(424) * engine.plan.budget.full_bytes
         share = bytes_seen(engine, name) / (engine.num_layers * everything)
-        # By whole windows, one of each tier a layer.
-        assert budget - Fraction(1, 25) <= share <= budget
+        # By whole windows, one of each tier a layer, and one that opened since the last event.
+        assert budget - Fraction(1, 25) <= share <= budget + Fraction(1, 53)
     assert engine.worst_error < 0.02
     assert engine.problems() == []
 
@@ -279,17 +279,17 @@ def test_a_request_that_keeps_everything_reuses_what_is_full_alone() -> None:
     assert engine.start(2, 310, text, terms=engine.state.terms.make(everything)) == 8
     engine.extend({2: 302})
     engine.finish(2, publish=True)
-    assert engine.start(3, 310, text, terms=engine.state.terms.make(everything)) == 304
-    engine.extend({3: 6})
+    assert engine.start(3, 310, text, terms=engine.state.terms.make(everything)) == 296
+    engine.extend({3: 14})
     assert (engine.tiers(3) == Tier.FULL).all()
     # The others reuse what it left as well.
-    assert engine.start(4, 310, text) == 304
+    assert engine.start(4, 310, text) == 296
     assert engine.problems() == []
 
 
 def test_pages_suffice_for_the_least_budget_that_a_request_may_have() -> None:
     plain, limited = (
-        make_engine(kv_tokens=3000, budget_limits=limits)
+        make_engine(kv_tokens=3000, min_context=160, budget_limits=limits)
         for limits in (None, BudgetLimits(Fraction(1, 4), Fraction(1, 2)))
     )
     assert limited.plan.num_pages > 1.1 * plain.plan.num_pages
