@@ -84,7 +84,7 @@ class TieredPrefillBudget(PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether a request may start its prefill, and how long its first chunk may be."""
         if total_tokens >= self._free_page_tokens:
-            self._observer.waited(Wait.PAGES)
+            self._wait(Wait.PAGES)
             return False, None
         claims = self.terms.claims
         start = input_tokens - extend_input_len
@@ -93,7 +93,7 @@ class TieredPrefillBudget(PrefillBudget):
         if truncated and (self._has_truncated or claims.needs_one_chunk(input_tokens)):
             # SGLang can carry one unfinished prompt from pass to pass, not two; and some
             # prompts wait for a pass that has a whole chunk left.
-            self._observer.waited(Wait.CHUNK)
+            self._wait(Wait.CHUNK)
             return True, 0
         self._truncates = truncated
         sharing = Sharing(len(self.prefix))
@@ -103,7 +103,7 @@ class TieredPrefillBudget(PrefillBudget):
         grown = claims.growing_bytes(input_tokens, input_tokens, final_tokens, sharing)
         self._candidate = Candidate(prefill, max(prefill, grown) if truncated else grown)
         if wait := self._lack(self._candidate):
-            self._observer.waited(wait)
+            self._wait(wait)
             return False, None
         return True, limit
 
@@ -166,6 +166,10 @@ class TieredPrefillBudget(PrefillBudget):
     def _free_page_tokens(self) -> int:
         """Tokens that may still be promised by pages alone."""
         return super().remaining_total
+
+    def _wait(self, wait: Wait) -> None:
+        """The candidate is not admitted."""
+        self._observer.waited(wait)
 
     def _hold(self, tokens: int) -> None:
         """Keep pages for what a prompt needs in later passes.

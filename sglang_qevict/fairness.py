@@ -40,7 +40,7 @@ class FairPrefillBudget(TieredPrefillBudget):
         self._tenancy, self._kept = ledger.tenancy, ledger.kept
         self._new = self._tenancy.nothing()
         self._projection: tuple[tuple[int, int], Needs] | None = None
-        self._is_at_cap = False
+        self._stands_aside = False
         self._passed_over: set[int] = set()
 
     @property
@@ -72,11 +72,12 @@ class FairPrefillBudget(TieredPrefillBudget):
     def passes_over(self) -> bool:
         """Whether others may be admitted although the candidate was not.
 
-        It waits for its own tenant alone. But once for each tenant: that its second request waits
-        as well is as good as known, and to look at each of a flood would take too long.
+        It waits for its own tenant, or for a chunk that is whole. But once for each tenant: that
+        its second request waits as well is as good as known, and to look at each of a flood would
+        take too long.
         """
-        is_at_cap, self._is_at_cap = self._is_at_cap, False
-        if not is_at_cap or self.terms.tenant in self._passed_over:
+        stands_aside, self._stands_aside = self._stands_aside, False
+        if not stands_aside or self.terms.tenant in self._passed_over:
             return False
         self._passed_over.add(self.terms.tenant)
         return True
@@ -87,9 +88,14 @@ class FairPrefillBudget(TieredPrefillBudget):
         locked = self._kept.owned_to_lock(self._locked.union(self.prefix))
         needs.now[:] += locked
         needs.grown[:] += locked
-        wait = self._tenancy.lack(self.terms.tenant, needs)
-        self._is_at_cap = wait is Wait.CAP
-        return wait
+        return self._tenancy.lack(self.terms.tenant, needs)
+
+    def _wait(self, wait: Wait) -> None:
+        super()._wait(wait)
+        self._stands_aside = wait in (Wait.CAP, Wait.CHUNK)
+        if wait is Wait.CHUNK:
+            # Or another would take the next chunks from it.
+            self._has_truncated = True
 
     def _demand(self, candidate: Candidate) -> Demand:
         return Demand(self.terms.tenant, candidate.prefill, candidate.grown)

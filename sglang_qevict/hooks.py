@@ -182,7 +182,7 @@ def prepare_for_extend(result: None, batch: Any) -> None:
 def add_one_req(original: Any, adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Admission learns what the request that it is about to judge is held to and would share.
 
-    One that waits for its own tenant does not keep others from being judged.
+    One that waits for its own tenant, or for a chunk, does not keep others from being judged.
     """
     if runtime.state is not None:
         consider(adder, request, runtime.state.terms.of(request))
