@@ -119,7 +119,7 @@ def measure(config: TieringConfig, share: float, events: int, num_layers: int, p
         bound = ledger_bound(budget, request.tokens, publishes=request.publishes)
         everything = num_layers * budget.num_windows(request.tokens) * budget.full_bytes
         held |= {"bound": bound.total, "shadow_bound": bound.shadow, "everything": everything}
-        series.append({"tokens": request.tokens, **held})
+        series.append({key: held[key] for key in ("shadow", "shadow_bound", "everything")})
     churn = selection_churn(selected, [Tier.FULL])
     counts = manager.read_counters()
     return {
@@ -129,17 +129,17 @@ def measure(config: TieringConfig, share: float, events: int, num_layers: int, p
         "promoted": counts[Counter.PROMOTED] / (events * num_layers),
         "quantized": counts[Counter.QUANTIZED] / num_layers,
         "codes_reused": counts[Counter.CODES_REUSED] / num_layers,
-        **_shares(series[-1]),
+        "tokens": request.tokens,
+        **_shares(held),
         "series": series,
     }
 
 
 def _shares(held: dict[str, Any]) -> Row:
-    """What codes take at the end, of the bytes of the whole context at full precision."""
-    codes = held["codes"] + held["params"] + held["alignment"]
-    kinds = {"full": held["full"], "seen": codes, "shadow": held["shadow"], "kept": held["reuse"]}
-    kinds["bound"] = held["bound"]
-    return {f"{kind}_share": number / held["everything"] for kind, number in kinds.items()}
+    """What is held at the end by kind, of the bytes of the whole context at full precision."""
+    kinds = ("full", "codes", "params", "alignment", "shadow", "tables", "bound")
+    shares = {kind: held[kind] / held["everything"] for kind in kinds}
+    return shares | {"kept": held["reuse"] / held["everything"]}
 
 
 def main() -> None:
@@ -165,11 +165,14 @@ def main() -> None:
             Column("coded_windows", "K_q", "d"),
             Column("churn", "churn", ".3f"),
             Column("promoted", "promoted"),
-            Column("full_share", "FULL", ".3f"),
-            Column("seen_share", "codes seen", ".3f"),
-            Column("shadow_share", "shadow", ".4f"),
-            Column("kept_share", "kept codes", ".3f"),
-            Column("bound_share", "bound", ".3f"),
+            Column("full", "FULL", ".3f"),
+            Column("codes", "codes", ".3f"),
+            Column("params", "parameters", ".3f"),
+            Column("alignment", "alignment", ".3f"),
+            Column("shadow", "shadow", ".4f"),
+            Column("kept", "kept", ".3f"),
+            Column("tables", "tables", ".4f"),
+            Column("bound", "bound", ".3f"),
         ],
     )
 

@@ -30,7 +30,7 @@ _STYLE: dict[Any, Any] = {
     "figure.dpi": 150, "figure.constrained_layout.use": True,
 }  # fmt: skip
 
-_SHADOW, _KEPT = "#bc4b51", "#7b6d8d"
+_PARAMS, _SHADOW, _KEPT = "#f9d0a8", "#bc4b51", "#7b6d8d"
 
 Options = Mapping[str, str]
 
@@ -115,23 +115,29 @@ def _shadows(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _kinds(axes: Axes, rows: Sequence[Row]) -> None:
-    labels = [f"{r['preset']}\nreuse {r['reuse']}\nchurn {r['churn']:.2f}" for r in rows]
     kinds = {
-        "FULL": ("full_share", colors.FULL),
-        "codes": ("seen_share", colors.CODED),
-        "shadow": ("shadow_share", _SHADOW),
-        "kept for others": ("kept_share", _KEPT),
+        "FULL": (["full"], colors.FULL),
+        "codes": (["codes"], colors.CODED),
+        "parameters, padding": (["params", "alignment"], _PARAMS),
+        "shadow": (["shadow"], _SHADOW),
+        "kept for others": (["kept"], _KEPT),
     }
     base = [0.0] * len(rows)
-    for name, (key, color) in kinds.items():
-        heights = [row[key] for row in rows]
+    for name, (keys, color) in kinds.items():
+        heights = [sum(row[key] for key in keys) for row in rows]
         axes.bar(range(len(rows)), heights, 0.7, bottom=base, color=color, label=name)
         base = [a + b for a, b in zip(base, heights, strict=True)]
     for place, row in enumerate(rows):
-        worst = row["full_share"] + row["bound_share"]
+        worst = row["full"] + row["bound"]
         axes.plot([place - 0.4, place + 0.4], [worst, worst], "--", color="black")
     axes.plot([], [], "--", color="black", label="worst case")
-    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.set_xticks(range(len(rows)), [f"{row['churn']:.2f}" for row in rows], fontsize=7)
+    for place, row in enumerate(rows):
+        if row["share"] == 0:
+            label = f"{row['preset']}\nreuse {row['reuse']}"
+            below = axes.get_xaxis_transform()
+            axes.text(place + 0.5, -0.1, label, transform=below, ha="center", va="top", fontsize=7)
+    axes.set_xlabel("churn", labelpad=24)
     axes.set_title("bytes by kind after the last event")
     axes.set_ylabel("share of all bytes at full precision")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
