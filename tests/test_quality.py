@@ -13,6 +13,7 @@ from qevict_kernels.layout import WindowGeometry
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.config import TieringConfig
 from qevict_tiers.presets import DEFAULT_PRESET, PRESETS
+from qevict_tiers.scores import AttentionScorer, Scorer, ValueScorer
 from sglang_qevict.models import fetch_model
 from sglang_qevict.offline import OfflineModel, Text, divergence, production_kernels
 
@@ -103,3 +104,21 @@ def test_a_prompt_that_was_prefilled_once_gives_the_same_logits(model: OfflineMo
     expected = model.tiered_logits([text], TieringConfig())[0]
     found = model.tiered_logits([text], TieringConfig(), prefilled=prefilled)[0]
     assert divergence(expected, found).kl < 0.1 * divergence(model.full_logits(text), found).kl
+
+
+def test_windows_can_be_ranked_by_another_signal_than_attention(model: OfflineModel) -> None:
+    text = text_of(model, TOPICS[0])
+    text = Text(text.tokens[: PROMPT + 8], PROMPT)
+    prefilled = [model.prefill(text, 32)]
+
+    def logits(scorer: Scorer | None) -> torch.Tensor:
+        config = TieringConfig()
+        return model.tiered_logits([text], config, prefilled=prefilled, scorer=scorer)[0]
+
+    by_attention = logits(None)
+    assert torch.equal(logits(AttentionScorer()), by_attention)
+    values = [layer_values for _, _, layer_values, _ in prefilled[0].layers]
+    by_values = logits(ValueScorer.of({1: values}, window=8))
+    # Another choice of windows, not another model.
+    assert not torch.equal(by_values, by_attention)
+    assert divergence(prefilled[0].logits, by_values).kl < MEAN_KL_BOUND
