@@ -150,7 +150,7 @@ class TieredPrefillBudget(PrefillBudget):
                 self._has_truncated = True
                 self._hold(self._candidate_tokens - extend_input_len - self.page_size)
             self._locked.update(self.prefix)
-            self._admitted += self._candidate
+            self._admit(self._candidate)
 
     @property
     def remaining_total(self) -> int:
@@ -166,6 +166,10 @@ class TieredPrefillBudget(PrefillBudget):
     def _free_page_tokens(self) -> int:
         """Tokens that may still be promised by pages alone."""
         return super().remaining_total
+
+    def _admit(self, candidate: Candidate) -> None:
+        """The candidate is admitted."""
+        self._admitted += candidate
 
     def _wait(self, wait: Wait) -> None:
         """The candidate is not admitted."""

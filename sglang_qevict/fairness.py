@@ -51,24 +51,6 @@ class FairPrefillBudget(TieredPrefillBudget):
             self._projection = key, self._ledger.projected_needs(self.final_tokens)
         return Needs(*(a + b for a, b in zip(self._projection[1], self._new, strict=True)))
 
-    def reserve(
-        self,
-        extend_input_len: int,
-        max_new_tokens: int,
-        *,
-        is_chunked_continuation: bool = False,
-        **others: Any,
-    ) -> None:
-        """Account for a request that was admitted."""
-        super().reserve(
-            extend_input_len,
-            max_new_tokens,
-            is_chunked_continuation=is_chunked_continuation,
-            **others,
-        )
-        if not is_chunked_continuation:
-            self._new.add(self._demand(self._candidate))
-
     def passes_over(self) -> bool:
         """Whether others may be admitted although the candidate was not.
 
@@ -81,6 +63,10 @@ class FairPrefillBudget(TieredPrefillBudget):
             return False
         self._passed_over.add(self.terms.tenant)
         return True
+
+    def _admit(self, candidate: Candidate) -> None:
+        super()._admit(candidate)
+        self._new.add(self._demand(candidate))
 
     def _lack(self, candidate: Candidate) -> Wait | None:
         needs = self.needs

@@ -66,8 +66,8 @@ class Recall(Enum):
 
     NOT_WORTH_IT: reading would have taken longer. LATE: it was not read in time. DAMAGED, FOREIGN,
     GONE, FAILED: a record had a wrong checksum, was of another size, had made room since it was
-    found, or the read failed. NO_ROOM: a rank had no pages for it. OTHER_RANK: this rank has it
-    all, and another one has not.
+    found, or the read failed. NO_ROOM: a rank had no pages or no memory for it. OTHER_RANK: this
+    rank has it all, and another one has not.
     """
 
     RECALLED = "recalled"
@@ -363,12 +363,17 @@ class SpillTier(NoSpill):
         made: str = "",
         is_lasting: bool = True,
     ) -> SpilledRequest:
-        names = [self.space.made, made, "" if is_lasting else self._process]
-        space = replace(self.space, made=" ".join(filter(None, names)))
+        space = self._space(made, "" if is_lasting else self._process)
         return SpilledRequest(space.chain(salt, extra_key), self.layers, tokens)
 
     def weights_changed(self) -> None:
-        self.space = replace(self.space, made=f"{self.space.made} {secrets.token_hex(16)}")
+        self.space = self._space(secrets.token_hex(16))
+
+    def _space(self, *made: str) -> KeySpace:
+        """That of the server, or of what was made otherwise in these ways, too."""
+        if not any(made):
+            return self.space
+        return replace(self.space, made=" ".join(filter(None, (self.space.made, *made))))
 
     def find(self, request: SpilledRequest, windows: int, matched: int) -> int:
         keys = request.keys(range(windows))
@@ -390,8 +395,8 @@ class SpillTier(NoSpill):
             return [False] * len(keys)
 
     def read(self, request: SpilledRequest, windows: int, wanted: bool = True) -> bool:
-        originals = self._buffer(windows)
-        if not self._least(int(wanted and originals is not None)):
+        originals = self._buffer(windows) if wanted else None
+        if not self._least(int(originals is not None)):
             self.counters.add(Recall.NO_ROOM, windows)
             return False
         assert originals is not None

@@ -363,7 +363,6 @@ class TieringState:
         # What has finished is still to be written to the SSD tier.
         self.drain()
         self.ledger.clear()
-        self._events.clear()
         self._prepared = ([], [])
         self._view_tokens.clear()
         self.manager.clear()

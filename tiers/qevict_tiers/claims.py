@@ -369,9 +369,11 @@ class ClaimLedger:
         self.terms = Terms(claims)
         self.capacity_bytes = capacity_bytes
         self.tenancy = tenancy
-        self.kept = KeptPages(claims.budget, num_pages)
-        if tenancy is not None:
-            self.kept = OwnedPages(claims.budget, num_pages, tenancy)
+        self.kept = (
+            KeptPages(claims.budget, num_pages)
+            if tenancy is None
+            else OwnedPages(claims.budget, num_pages, tenancy)
+        )
         self.version = 0
         self._rows: dict[int, _Row] = {}
         self._claimed = 0
