@@ -15,11 +15,15 @@ from server.harness import Server, ServerPool
 from server.tiering import (
     RANKS,
     TIERED,
+    ask,
     assert_consensus,
     assert_idle,
+    cached,
     prompts,
     ranks_env,
     report,
+    wait_for,
+    wait_for_writes,
 )
 from server_side import Faults, inject, install
 
@@ -45,18 +49,11 @@ class FaultyServer(Server):
         inject(self._side, Faults(**faults))
 
 
-def ask(server: Server, prompt: Sequence[int], tokens: int = 16) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    answer = server.post("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
-    assert len(answer["output_ids"]) == tokens
-    return dict(answer["meta_info"])
-
-
-def wait_for(condition: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def served(server: Server, prompt: Sequence[int], tokens: int = 16) -> dict[str, Any]:
+    """SGLang's answer, of the length that was asked for."""
+    result = ask(server, prompt, tokens)
+    assert len(result["output_ids"]) == tokens
+    return result
 
 
 # --- what ends the server ---
@@ -73,7 +70,7 @@ def test_a_routing_event_that_fails_ends_the_server_with_its_reason(
         ThreadPoolExecutor(3) as threads,
     ):
         asked: list[Future[Any]] = [
-            threads.submit(ask, server, prompt, 4000) for prompt in prompts([700, 600, 40])
+            threads.submit(served, server, prompt, 4000) for prompt in prompts([700, 600, 40])
         ]
         wait_for(lambda: report(server)["counters"]["demoted"])
         server.inject(rank=ranks - 1, routing_fails=True)
@@ -93,11 +90,11 @@ def test_a_routing_event_that_fails_ends_the_server_with_its_reason(
 def test_a_rank_that_routes_slowly_decides_as_the_others(tmp_path: Path) -> None:
     with FaultyServer(tmp_path, *SEVERAL_RANKS, env=ranks_env()) as server:
         document, *questions = prompts([700, 20, 30, 40, 50], start=2_000)
-        ask(server, document)
+        served(server, document)
         server.inject(rank=1, routing_seconds=0.03)
         with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda q: ask(server, document + q, 40), questions))
-        assert [one["cached_tokens"] for one in found] == [696] * 4
+            found = list(threads.map(lambda q: served(server, document + q, 40), questions))
+        assert [cached(one) for one in found] == [696] * 4
         assert_consensus(server)
 
 
@@ -105,17 +102,17 @@ def test_a_rank_without_memory_for_originals_makes_all_compute(tmp_path: Path) -
     ssd = ("--kv-tiering-ssd-dir", str(tmp_path / "ssd"))
     with FaultyServer(tmp_path, *SEVERAL_RANKS, *ssd, env=ranks_env()) as server:
         one, other = prompts([900, 900], start=4_000)
-        ask(server, one)
+        served(server, one)
         server.flush_cache()
         server.inject(rank=1, no_memory=True)
         # All ranks have it on the disk, one can't read it.
-        assert ask(server, one)["cached_tokens"] == 0
-        ask(server, other)
+        assert cached(served(server, one)) == 0
+        served(server, other)
         server.flush_cache()
         server.inject()
         # One rank has not written it.
-        assert ask(server, other)["cached_tokens"] == 0
-        assert ask(server, one + other[:40])["cached_tokens"] > 0
+        assert cached(served(server, other)) == 0
+        assert cached(served(server, one + other[:40])) > 0
         assert "no memory for originals" in server.log_text()
         assert_consensus(server)
 
@@ -127,18 +124,18 @@ def test_a_slow_disk_delays_a_recall_by_less_than_computing_takes_and_nobody_els
     ssd = ("--kv-tiering-ssd-dir", str(tmp_path / "ssd"))
     with FaultyServer(tmp_path, *ssd) as server:
         known, *others = prompts([900, 900, 700, 50], start=8_000)
-        ask(server, known)
-        wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"])
+        served(server, known)
+        wait_for_writes(server, 120)
         server.flush_cache()
         server.inject(disk_seconds=slow)
         for prompt in (known, *others):
             began = time.monotonic()
-            assert ask(server, prompt)["cached_tokens"] == 0
+            assert cached(served(server, prompt)) == 0
             # Any wait for the disk would take as long as the disk does.
             assert time.monotonic() - began < slow
         assert report(server)["spill"]["usage"]["queued_records"] > 0
         server.inject()
-        wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"])
+        wait_for_writes(server, 120)
         assert_idle(server)
 
 
@@ -146,21 +143,21 @@ def test_a_disk_that_fails_costs_the_tier_alone_and_is_told_once(tmp_path: Path)
     ssd = ("--kv-tiering-ssd-dir", str(tmp_path / "ssd"))
     with FaultyServer(tmp_path, *ssd) as server:
         known, other, last = prompts([900, 900, 900], start=12_000)
-        ask(server, known)
-        wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"])
+        served(server, known)
+        wait_for_writes(server, 120)
         server.flush_cache()
         server.inject(disk_fails=True)
-        assert ask(server, known)["cached_tokens"] == 0
-        ask(server, other)
-        wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"])
+        assert cached(served(server, known)) == 0
+        served(server, other)
+        wait_for_writes(server, 120)
         counters = report(server)["spill"]["counters"]
         assert counters["read_errors"] > 0
         assert counters["dropped_write_error"] > 0
         for what in ("spilling fails", "the spill store can't be read"):
             assert server.log_text().count(what) == 1
         server.inject()
-        ask(server, last)
-        wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"])
+        served(server, last)
+        wait_for_writes(server, 120)
         assert report(server)["spill"]["counters"]["written"] > counters["written"]
         assert_idle(server)
 
@@ -185,7 +182,7 @@ def test_requests_that_are_wrong_are_told_so_and_another_one_goes_on(servers: Se
         {"extra_key": [1]},
     ]
     with ThreadPoolExecutor(1) as thread:
-        going_on = thread.submit(ask, server, prompt, 400)
+        going_on = thread.submit(served, server, prompt, 400)
         wait_for(lambda: report(server)["requests"])
         for one in wrong:
             body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8}, **one}

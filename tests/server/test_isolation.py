@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from server.tiering import (
     TIERED,
     Answer,
     answers,
+    ask,
     assert_idle,
     assert_routed_alike,
+    cached,
     prompts,
     tiers_at_events,
 )
@@ -24,23 +27,17 @@ from server.tiering import (
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 
-def ask(server: Server, prompt: Sequence[int], salt: str, tokens: int = 1, tenant: str = "") -> int:
+def reused(
+    server: Server, prompt: Sequence[int], salt: str, tokens: int = 1, **request: Any
+) -> int:
     """Cached tokens of a request under a salt."""
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "cache_salt": salt,
-    }
-    if tenant:
-        body["routing_key"] = tenant
-    return int(server.post("/generate", body)["meta_info"]["cached_tokens"])
+    return cached(ask(server, prompt, tokens, cache_salt=salt, **request))
 
 
 def test_a_tenant_beside_others_with_the_same_text_is_answered_and_routed_as_alone(
-    servers: ServerPool,
+    tiered: Server,
 ) -> None:
     """Twice: a new document, and a question about what its own salt has of it."""
-    server = servers.get(*TIERED, "--log-level", "debug")
     document, question, *others = prompts([1304, 32, 3000, 40, 700], start=74_000)
     turn = document + question
     tokens = 26
@@ -53,36 +50,33 @@ def test_a_tenant_beside_others_with_the_same_text_is_answered_and_routed_as_alo
                 # The same text to the token, under other salts, one longer and one shorter.
                 asked += [prompt + others[1], prompt[:-8], *others]
                 salts += ["one", "other", "one", "other", "mine too"]
-            mine = answers(server, asked, tokens, salts)[0]
-            found.append((mine, tiers_at_events(server, len(prompt))[-1]))
+            mine = answers(tiered, asked, tokens, salts)[0]
+            found.append((mine, tiers_at_events(tiered, len(prompt))[-1]))
         return found
 
     alone = own_turns(crowd=False)
-    server.flush_cache()
+    tiered.flush_cache()
     for salt in ("one", "other"):
-        ask(server, document, salt)
+        reused(tiered, document, salt)
     among = own_turns(crowd=True)
     for prompt, one, other in zip((document, turn), alone, among, strict=True):
         assert len(one[1]) == 4
         assert_routed_alike(one, other, len(prompt))
     # It reuses what its own salt left, and another one nothing.
-    assert ask(server, turn, "mine") == len(turn) // 8 * 8 - 8
-    assert ask(server, turn, "nobody's") == 0
-    assert_idle(server)
+    assert reused(tiered, turn, "mine") == len(turn) // 8 * 8 - 8
+    assert reused(tiered, turn, "nobody's") == 0
 
 
-def test_salts_are_named_nowhere(servers: ServerPool) -> None:
-    server = servers.get(*TIERED)
+def test_salts_are_named_nowhere(tiered: Server) -> None:
     (prompt,) = prompts([700], start=78_000)
     salts = ["salt-of-one-5e1f", "salt-of-other-77ab"]
     for salt in salts:
-        ask(server, prompt, salt, tokens=40, tenant=f"tenant-{salts.index(salt)}")
-    pages = [server.get(path).text for path in ("/metrics", "/server_info", "/kv_tiering/state")]
+        reused(tiered, prompt, salt, tokens=40, routing_key=f"tenant-{salts.index(salt)}")
+    pages = [tiered.get(path).text for path in ("/metrics", "/server_info", "/kv_tiering/state")]
     assert 'tenant="tenant-1"' in pages[0]
-    for text in (*pages, server.log_text()):
+    for text in (*pages, tiered.log_text()):
         for salt in salts:
             assert salt not in text
-    assert_idle(server)
 
 
 PAIRS, LENGTH = 40, 600
@@ -110,7 +104,7 @@ def test_time_does_not_tell_what_another_tenant_has_cached(
 
     def seconds(prompt: Sequence[int]) -> float:
         start = time.perf_counter()
-        ask(server, prompt, "spy")
+        reused(server, prompt, "spy")
         return time.perf_counter() - start
 
     cached_by: dict[str, list[float]] = {"other": [], "nobody": [], "spy": []}
@@ -120,7 +114,7 @@ def test_time_does_not_tell_what_another_tenant_has_cached(
         ways = [("other", theirs, theirs), ("nobody", something, nobodys)]
         order.shuffle(ways)
         for who, warmed, wanted in ways:
-            ask(server, warmed, "victim")
+            reused(server, warmed, "victim")
             cached_by[who].append(seconds(wanted))
         cached_by["spy"].append(seconds(theirs))
     medians = {who: statistics.median(times) for who, times in cached_by.items()}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -15,26 +13,15 @@ from server.tiering import (
     EVERYTHING_FULL,
     TIERED,
     answer,
+    ask,
     assert_idle,
     assert_same_up_to_a_near_tie,
+    cached,
     prompts,
     report,
 )
 
 pytestmark = pytest.mark.server
-
-
-def ask(server: Server, prompt: Sequence[int], tokens: int = 8, **request: Any) -> dict[str, Any]:
-    """SGLang's answer to a prompt, with further fields of the request."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": list(prompt), "sampling_params": sampling, **request}
-    result: dict[str, Any] = server.post("/generate", body)
-    return result
-
-
-def cached(result: dict[str, Any]) -> int:
-    """Tokens that an answer reused."""
-    return int(result["meta_info"]["cached_tokens"])
 
 
 def test_turns_of_one_conversation_reuse_prompt_and_answer(tiered: Server) -> None:

@@ -9,20 +9,24 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from server import tiering
 from server.harness import Server, ServerFailed
 from server.tiering import (
     TIERED,
     answer,
     assert_idle,
     assert_same_up_to_a_near_tie,
+    cached,
     prompts,
     report,
+    wait_for,
+    wait_for_writes,
 )
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -41,16 +45,7 @@ def flags(directory: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-def ask(server: Server, prompt: list[int], **request: Any) -> dict[str, Any]:
-    """SGLang's answer, ``TOKENS`` long."""
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, **request}
-    result: dict[str, Any] = server.post("/generate", body)
-    return result
-
-
-def cached(result: dict[str, Any]) -> int:
-    return int(result["meta_info"]["cached_tokens"])
+ask = partial(tiering.ask, tokens=TOKENS)
 
 
 def counts(server: Server) -> dict[str, int]:
@@ -63,14 +58,6 @@ def counts(server: Server) -> dict[str, int]:
         "failed": sum(requests.values()),
     }
     return {**spill["counters"], **recalls}
-
-
-def wait_for_writes(server: Server) -> None:
-    """Until all that was put has reached the disk, or was dropped."""
-    deadline = time.monotonic() + 60
-    while report(server)["spill"]["usage"]["queued_records"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def crash(server: Server) -> None:
@@ -142,10 +129,9 @@ def test_metrics_follow_what_is_written_after_the_last_launch(server: Server) ->
     (prompt,) = prompts([LENGTH], start=72_000)
     ask(server, prompt)
     wait_for_writes(server)
-    deadline = time.monotonic() + 30
-    while exported(server, "written_records_total") != counts(server)["written"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(
+        lambda: exported(server, "written_records_total") == counts(server)["written"], seconds=30
+    )
     usage = report(server)["spill"]["usage"]
     assert exported(server, "records") == usage["records"]
     assert exported(server, "bytes") == usage["payload_bytes"]

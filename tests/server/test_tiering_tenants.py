@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from qevict_tiers.config import Heads, TieringConfig
+from server import tiering
 from server.harness import Server, ServerPool
 from server.tiering import TIERED, assert_idle, prompts, report
 
@@ -24,9 +25,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 def ask(server: Server, tenant: str, prompt: list[int], tokens: int) -> float:
     """Seconds that a tenant's request takes."""
     began = time.monotonic()
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "routing_key": tenant}
-    result = server.post("/generate", body)
+    result = tiering.ask(server, prompt, tokens, routing_key=tenant)
     assert len(result["output_ids"]) == tokens
     return time.monotonic() - began
 

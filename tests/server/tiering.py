@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -126,6 +126,32 @@ def answers(
                 salts or [None] * len(asked),
             )
         )
+
+
+def ask(server: Server, prompt: Sequence[int], tokens: int = 8, **request: Any) -> dict[str, Any]:
+    """SGLang's answer to a prompt, with further fields of the request."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, **request}
+    result: dict[str, Any] = server.post("/generate", body)
+    return result
+
+
+def cached(result: dict[str, Any]) -> int:
+    """Tokens that an answer reused."""
+    return int(result["meta_info"]["cached_tokens"])
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    """Until a condition holds; fails if it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def wait_for_writes(server: Server, seconds: float = _IDLE_SECONDS) -> None:
+    """Until all that was put into the SSD tier has reached the disk, or was dropped."""
+    wait_for(lambda: not report(server)["spill"]["usage"]["queued_records"], seconds)
 
 
 def tiers_at_events(server: Server, prompt: int) -> list[dict[int, str]]:
