@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.numba import NumbaKernels
+from qevict_kernels.numba.spec import Spec
 from qevict_kernels.reference import ReferenceKernels
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.config import Promotion
 
 WITHOUT_STORE = (Promotion.ALIAS, Promotion.DEQUANTIZE)
 """How windows are promoted where nobody has their originals."""
+
+
+class NarrowKernels(NumbaKernels):
+    """As they are compiled for a CPU without AVX-512, which one with it runs as well."""
+
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        return replace(super()._spec(dtype), lanes=8)
 
 
 def rotary_table(

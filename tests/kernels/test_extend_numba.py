@@ -11,19 +11,12 @@ import torch
 
 from extend_cases import GQA, RAGGED, ExtendEqualsDense, Request, check, dense, run, run_chunks
 from extend_cases import make_case as make_case_for
+from kernel_cases import NarrowKernels
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.numba import NumbaKernels
 from qevict_kernels.numba import extend as extend_module
-from qevict_kernels.numba.spec import Spec
 
 make_case = partial(make_case_for, kernels=NumbaKernels)
-
-
-class NarrowKernels(NumbaKernels):
-    """As they are compiled for a CPU without AVX-512."""
-
-    def _spec(self, dtype: torch.dtype) -> Spec:
-        return replace(super()._spec(dtype), lanes=8)
 
 
 class TestExtend(ExtendEqualsDense):

@@ -27,6 +27,22 @@ def emit_sums(e: Emitter, spec: Spec, source: Any, target: Any) -> None:
         at += count
 
 
+PARTS = [(16, 1, 4), (16, 2, 4), (16, 4, 4), (8, 2, 2), (8, 4, 2), (8, 1, 2)]
+"""(lanes, rows, parts) of sums that stay apart for each part."""
+
+
+@vector_function
+def emit_sums_of_parts(e: Emitter, spec: Spec, source: Any, target: Any) -> None:
+    at = 0
+    for lanes, count, parts in PARTS:
+        rows, period = [e.load(source, i * lanes, lanes) for i in range(count)], 1
+        while len(rows) > 1:
+            pairs = zip(rows[::2], rows[1::2], strict=True)
+            rows, period = [e.sum_pair(a, b, period) for a, b in pairs], 2 * period
+        e.store(e.sum_rest(rows[0], period, parts), target, at)
+        at += count * parts
+
+
 @vector_function
 def emit_exp2(e: Emitter, spec: Spec, source: Any, target: Any) -> None:
     for d in range(0, 64, e.lanes):
@@ -63,6 +79,14 @@ def test_sums_are_row_sums_in_order() -> None:
     out = run(emit_sums, data, torch.empty(sum(n for _, n in SUMS)))
     expected = torch.cat([data[: n * lanes].view(n, lanes).double().sum(1) for lanes, n in SUMS])
     # At most four additions of numbers below 16 each.
+    assert (out - expected).abs().max() <= 4 * 16 * 2.0**-24
+
+
+def test_sums_of_parts_are_those_of_each_part_in_order() -> None:
+    data = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    out = run(emit_sums_of_parts, data, torch.empty(sum(n * parts for _, n, parts in PARTS)))
+    rows = [data[: n * lanes].view(n, parts, -1).double() for lanes, n, parts in PARTS]
+    expected = torch.cat([row.sum(2).flatten() for row in rows])
     assert (out - expected).abs().max() <= 4 * 16 * 2.0**-24
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernel_cases import Case, full_arena, random_case, rotary_table
+from kernel_cases import Case, NarrowKernels, full_arena, random_case, rotary_table
 from qevict_kernels.interface import AttentionKernels, FullArena
 from qevict_kernels.layout import ParamFormat, WindowGeometry
 from qevict_kernels.memory import TorchMemory
@@ -72,11 +72,8 @@ def reference(setup: Setup) -> ReferenceKernels:
 
 @cache
 def numba(setup: Setup) -> NumbaKernels:
-    kernels = NumbaKernels(setup.geometry, reference(setup).rotary)
-    if setup.lanes:  # the code for a narrower vector unit, which this CPU runs as well
-        spec = kernels._spec
-        kernels._spec = lambda dtype: replace(spec(dtype), lanes=setup.lanes)  # type: ignore[method-assign]
-    return kernels
+    kernels = NarrowKernels if setup.lanes == 8 else NumbaKernels
+    return kernels(setup.geometry, reference(setup).rotary)
 
 
 @contextmanager

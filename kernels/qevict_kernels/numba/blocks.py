@@ -109,9 +109,8 @@ def _full_logits(
                 d = e.b.mul(j, I64(e.lanes))
                 add(d, [e.load_half(place, e.plus(d, t * dim), spec.half) for t in tokens])
 
-        _dot_tokens(
-            e, spec, query, e.offset(logits, e.b.mul(start, I64(4))), group, e.lanes, accumulate
-        )
+        here = e.offset(logits, e.b.mul(start, I64(4)))
+        _dot_tokens(e, spec, query, here, group, (1, e.lanes), accumulate)
 
 
 @vector_function
@@ -124,8 +123,9 @@ def _coded_logits(
     offsets: ir.Value,
     logits: ir.Value,
 ) -> None:
-    lanes, half, dim = rotary_lanes(e, spec), spec.rotary_dim // 2, spec.head_dim
+    half, dim = spec.rotary_dim // 2, spec.head_dim
     bits, group = spec.geometry.key_bits, spec.geometry.code_group
+    tokens, channels = spec.key_tile
     rotated = _rotate_query(e, spec, query, base)
     scales, zeros = _key_params(e, spec, record)
     with e.loop(spec.window // group) as index:
@@ -135,42 +135,45 @@ def _coded_logits(
         table = e.offset(offsets, e.b.mul(start, I64(4 * 3 * half)))
 
         def words(d: ir.Value) -> ir.Value:
-            return e.load_words(codes, d, group * bits, lanes)
+            return e.load_words(codes, d, group * bits, channels)
 
-        def numbers(word: ir.Value, tokens: range, d: ir.Value) -> list[ir.Value]:
-            scale, zero = e.load(scales, d, lanes), e.load(zeros, d, lanes)
-            return [e.fma(e.code_as_float(word, t, bits), scale, zero) for t in tokens]
+        def numbers(word: ir.Value, rows: range, d: ir.Value) -> list[ir.Value]:
+            word, scale, zero = (
+                e.repeat(x, tokens)
+                for x in (word, e.load(scales, d, channels), e.load(zeros, d, channels))
+            )
+            places = [[tokens * r + k // channels for k in range(tokens * channels)] for r in rows]
+            return [e.fma(e.code_as_number(word, at, bits), scale, zero) for at in places]
 
-        def rotate(x: ir.Value, y: ir.Value, t: int, d: ir.Value) -> tuple[ir.Value, ir.Value]:
+        def rotate(x: ir.Value, y: ir.Value, r: int, d: ir.Value) -> tuple[ir.Value, ir.Value]:
             # Three products instead of four: the fused units are what limits this loop.
+            place = e.b.mul(e.plus(d, r * half), I64(3 * tokens))
             c, c_plus_s, s_minus_c = (
-                e.load(table, e.plus(d, (3 * t + i) * half), lanes) for i in range(3)
+                e.load(table, e.plus(place, i * tokens * channels), tokens * channels)
+                for i in range(3)
             )
             both = e.fmul(e.fadd(x, y), c)
             return e.fnma(y, c_plus_s, both), e.fma(x, s_minus_c, both)
 
-        def accumulate(tokens: range, add: Add) -> None:
-            with e.loop(half // lanes, unroll=False) as j:
-                d = e.b.mul(j, I64(lanes))
+        def accumulate(rows: range, add: Add) -> None:
+            with e.loop(half // channels, unroll=False) as j:
+                d = e.b.mul(j, I64(channels))
                 partner = e.plus(d, half)
                 if spec.is_neox:
                     first, second = words(d), words(partner)
                 else:
                     twice = e.plus(d, d)
-                    first, second = e.split_pairs(words(twice), words(e.plus(twice, lanes)))
-                xs, ys = numbers(first, tokens, d), numbers(second, tokens, partner)
-                for i, t in enumerate(tokens):
-                    if t or group != spec.window:  # offset 0 does not turn anything
-                        xs[i], ys[i] = rotate(xs[i], ys[i], t, d)
-                add(d, xs)
-                add(partner, ys)
-            with e.loop((dim - spec.rotary_dim) // lanes, unroll=False) as j:
-                d = e.plus(e.b.mul(j, I64(lanes)), spec.rotary_dim)
-                add(d, numbers(words(d), tokens, d))
+                    first, second = e.split_pairs(words(twice), words(e.plus(twice, channels)))
+                pairs = zip(numbers(first, rows, d), numbers(second, rows, partner), strict=True)
+                turned = [rotate(x, y, r, d) for r, (x, y) in zip(rows, pairs, strict=True)]
+                add(d, [x for x, _ in turned])
+                add(partner, [y for _, y in turned])
+            with e.loop((dim - spec.rotary_dim) // channels, unroll=False) as j:
+                d = e.plus(e.b.mul(j, I64(channels)), spec.rotary_dim)
+                add(d, numbers(words(d), rows, d))
 
-        _dot_tokens(
-            e, spec, rotated, e.offset(logits, e.b.mul(start, I64(4))), group, lanes, accumulate
-        )
+        here = e.offset(logits, e.b.mul(start, I64(4)))
+        _dot_tokens(e, spec, rotated, here, group, spec.key_tile, accumulate)
 
 
 def _rotate_query(e: Emitter, spec: Spec, query: ir.Value, base: ir.Value) -> ir.Value:
@@ -190,20 +193,21 @@ def _rotate_query(e: Emitter, spec: Spec, query: ir.Value, base: ir.Value) -> ir
 
 
 def _key_params(e: Emitter, spec: Spec, record: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Scales and zeros of the key channels on the stack, for codes from ``code_as_float``."""
-    lanes, levels = rotary_lanes(e, spec), float(1 << spec.geometry.key_bits)
+    """Scales and zeros of the key channels, in split order, on the stack."""
+    lanes = rotary_lanes(e, spec)
+
+    def stored(load: Callable[[int, int], ir.Value]) -> ir.Value:
+        place = e.scratch(spec.head_dim)
+        for d, x in load_split(e, spec, lambda d: load(d, lanes)).items():
+            e.store(x, place, d)
+        return place
+
     load_scale, load_zero = load_params(e, spec, record, "keys")
-    scales, zeros = e.scratch(spec.head_dim), e.scratch(spec.head_dim)
-    zero_parts = load_split(e, spec, lambda d: load_zero(d, lanes))
-    for d, scale in load_split(e, spec, lambda d: load_scale(d, lanes)).items():
-        step = e.fmul(scale, e.splat(levels, lanes))
-        e.store(step, scales, d)
-        e.store(e.fsub(zero_parts[d], step), zeros, d)
-    return scales, zeros
+    return stored(load_scale), stored(load_zero)
 
 
 Add = Callable[[ir.Value, list[ir.Value]], None]
-"""Takes a channel offset and one vector of the keys of some tokens each."""
+"""Takes a channel offset and one vector of keys for each of some rows."""
 
 
 def _dot_tokens(
@@ -212,38 +216,43 @@ def _dot_tokens(
     query: ir.Value,
     logits: ir.Value,
     num_tokens: int,
-    lanes: int,
+    tile: tuple[int, int],
     accumulate: Callable[[range, Add], None],
 ) -> None:
     """Logits of ``num_tokens`` tokens for every head.
 
-    ``accumulate(tokens, add)`` hands all vectors of the keys of ``tokens`` to ``add``. As many
-    tokens are taken at a time as accumulators fit the registers; a query vector is loaded once
+    ``tile`` is (tokens, channels) of a vector of keys; row ``r`` is made of the ``r``-th so many
+    tokens. ``accumulate(rows, add)`` hands all vectors of the keys of ``rows`` to ``add``. As many
+    rows are taken at a time as accumulators fit the registers; a query vector is loaded once
     for them.
     """
-    heads = range(spec.group_size)
-    tile = _floor_power_of_two(max(e.lanes // spec.group_size, 1))
-    step = min(num_tokens, lanes)  # sums that fit one vector
-    tile = min(tile, step)
-    for start in range(0, num_tokens, step):
-        rows: list[list[ir.Value]] = []
-        for first in range(start, start + step, tile):
-            tokens = range(first, first + tile)
-            sums = {(t, g): e.variable(e.splat(0.0, lanes)) for t in tokens for g in heads}
+    heads, (tokens, channels) = range(spec.group_size), tile
+    num_rows = num_tokens // tokens
+    step = min(num_rows, channels)  # rows whose sums fit one vector
+    at_once = min(_floor_power_of_two(max(e.lanes // spec.group_size, 1)), step)
+    for start in range(0, num_rows, step):
+        sums_of_rows: list[list[ir.Value]] = []
+        for first in range(start, start + step, at_once):
+            rows = range(first, first + at_once)
+            sums = {
+                (r, g): e.variable(e.splat(0.0, tokens * channels)) for r in rows for g in heads
+            }
 
             def add(
-                offset: ir.Value, vectors: list[ir.Value], tokens: range = tokens, sums: Any = sums
+                offset: ir.Value, vectors: list[ir.Value], rows: range = rows, sums: Any = sums
             ) -> None:
                 for g in heads:
-                    q = e.load(query, e.plus(offset, g * spec.head_dim), lanes)
-                    for t, vector in zip(tokens, vectors, strict=True):
-                        e.set(sums[t, g], e.fma(vector, q, e.get(sums[t, g])))
+                    q = e.load(query, e.plus(offset, g * spec.head_dim), channels)
+                    q = e.repeat(q, tokens)
+                    for r, vector in zip(rows, vectors, strict=True):
+                        e.set(sums[r, g], e.fma(vector, q, e.get(sums[r, g])))
 
-            accumulate(tokens, add)
-            parts = [[e.get(sums[t, g]) for g in heads] for t in tokens]
-            rows.append(_pair_up(e, parts, 1))
-        for g, row in enumerate(_pair_up(e, rows, tile)):
-            e.store(e.sum_rest(row, step), logits, g * BLOCK * spec.window + start)
+            accumulate(rows, add)
+            parts = [[e.get(sums[r, g]) for g in heads] for r in rows]
+            sums_of_rows.append(_pair_up(e, parts, 1))
+        for g, row in enumerate(_pair_up(e, sums_of_rows, at_once)):
+            place = g * BLOCK * spec.window + start * tokens
+            e.store(e.sum_rest(row, step, tokens), logits, place)
 
 
 def _pair_up(e: Emitter, rows: list[list[ir.Value]], period: int) -> list[ir.Value]:
@@ -342,7 +351,7 @@ def _coded_values(
     heads, stride = range(spec.group_size), partial_floats(spec.head_dim)
     bits, group = spec.geometry.value_bits, spec.geometry.code_group
     biases = _scale_probs(e, spec, addresses, probs, num_windows)
-    add_tokens = _add_by_table if e.lanes == 16 else _add_by_product
+    add_tokens = _add_by_table if e.lanes == 16 and bits == 2 else _add_by_product
     for chunk in _channel_chunks(e, spec):
         sums = {(g, d): e.variable(e.splat(0.0)) for g in heads for d in chunk}
         with e.loop(num_windows) as w:
@@ -384,13 +393,10 @@ def _add_by_table(
 def _add_by_product(
     e: Emitter, spec: Spec, words: Parts, probs: ir.Value, sums: dict[tuple[int, int], ir.Value]
 ) -> None:
-    """Add a group of tokens, one product a token, for vectors without a 16-entry lookup."""
+    """Add a group of tokens, one product a token and head; a code is unpacked for all heads."""
     bits = spec.geometry.value_bits
     for i in range(spec.geometry.code_group):
-        codes = {
-            d: e.b.sitofp(e.code_as_int(word, i, bits), e.splat(0.0).type)
-            for d, word in words.items()
-        }
+        codes = {d: e.code_as_number(word, i, bits) for d, word in words.items()}
         for g in range(spec.group_size):
             p = e.broadcast(probs, g * BLOCK * spec.window + i)
             for d in words:
@@ -486,7 +492,7 @@ def coded_logits(
     ctx: Any, spec: Any, record: Any, query: Any, base: Any, offsets: Any, logits: Any
 ) -> Any:
     """Logits of a coded window; ``base`` is its row of the rotary table, ``offsets`` holds cos,
-    cos + sin and sin - cos ``[W, 3, rotary_dim / 2]`` of the positions within a window."""
+    cos + sin and sin - cos of the positions within a window, in vectors of ``spec.key_tile``."""
     return _coded_logits(spec, record, query, base, offsets, logits)
 
 

@@ -270,17 +270,15 @@ class Emitter:
         """The bits of a float32 as int32."""
         return self.b.bitcast(a, _like(I32, a))
 
-    def code_as_float(self, words: ir.Value, index: int, bits: int) -> ir.Value:
-        """Code ``index`` of each word as ``1 + code / 2**bits`` in [1, 2).
-
-        The bits go to the top of a float's mantissa, which costs two logic operations and no
-        conversion. Use ``v * (2**bits * scale) + (zero - 2**bits * scale)`` to rebuild a number.
-        """
-        place = 23 - bits - index * bits
-        moved = self.shl(words, place) if place >= 0 else self.lshr(words, -place)
-        mask = ((1 << bits) - 1) << (23 - bits)
-        moved = self.b.and_(moved, self.splat_int(mask, _lanes(words)))
-        return self.as_float(self.b.or_(moved, self.splat_int(0x3F800000, _lanes(words))))
+    def code_as_number(self, words: ir.Value, index: int | Sequence[int], bits: int) -> ir.Value:
+        """Code ``index`` of each word, or ``index[lane]`` of each lane's word, as float32."""
+        lanes = _lanes(words)
+        places = [index] * lanes if isinstance(index, int) else index
+        moved = self.b.lshr(words, _like(I32, words)([I32(i * bits) for i in places]))
+        if lanes == 16:  # one lookup instead of a mask and a conversion
+            return self.lookup16(self.constant([float(n % (1 << bits)) for n in range(16)]), moved)
+        codes = self.b.and_(moved, self.splat_int((1 << bits) - 1, lanes))
+        return self.b.sitofp(codes, _like(F32, words))
 
     def lookup16(self, table: ir.Value, index: ir.Value) -> ir.Value:
         """``table[index & 15]`` of a 16-lane register table (AVX-512)."""
@@ -296,6 +294,10 @@ class Emitter:
             return self.element(a, lanes[0])
         other = a.type(ir.Undefined) if b is None else b
         return self.b.shuffle_vector(a, other, _vector(I32, len(lanes))([I32(i) for i in lanes]))
+
+    def repeat(self, a: ir.Value, times: int) -> ir.Value:
+        """All lanes, ``times`` times over."""
+        return self.shuffle(a, None, list(range(_lanes(a))) * times)
 
     def split_pairs(self, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
         """(even, odd) elements of two vectors in a row."""
@@ -359,14 +361,18 @@ class Emitter:
         high = [lane + far for lane in low]
         return self.fadd(self.shuffle(a, b, low), self.shuffle(a, b, high))
 
-    def sum_rest(self, a: ir.Value, period: int) -> ir.Value:
-        """Finish the ``period`` sums of a row: the first ``period`` lanes of the result."""
-        lanes = _lanes(a)
-        while lanes > period:
-            lanes //= 2
-            low = self.shuffle(a, None, range(lanes))
-            a = self.fadd(low, self.shuffle(a, None, range(lanes, 2 * lanes)))
-        return a
+    def sum_rest(self, a: ir.Value, period: int, parts: int = 1) -> ir.Value:
+        """Finish the ``period`` sums of a row, or of each of its ``parts``.
+
+        Sum ``i`` of part ``k`` is lane ``i * parts + k`` of the result.
+        """
+        width = _lanes(a) // parts
+        while width > period:
+            width //= 2
+            low = [2 * width * k + i for k in range(parts) for i in range(width)]
+            high = self.shuffle(a, None, [lane + width for lane in low])
+            a = self.fadd(self.shuffle(a, None, low), high)
+        return self.shuffle(a, None, [period * k + i for i in range(period) for k in range(parts)])
 
     # -- control flow ---------------------------------------------------------------------
 

@@ -59,8 +59,7 @@ class NumbaKernels:
         self.rotary = rotary
         self._cos_sin = rotary.cos_sin.contiguous()
         self._bases = self._cos_sin[:: geometry.window].contiguous()
-        cos, sin = rotary.in_window(geometry.window).chunk(2, dim=1)
-        self._offsets = torch.stack([cos, cos + sin, sin - cos], dim=1)
+        self._offsets = _offset_table(rotary, geometry.window, *self._spec(torch.bfloat16).key_tile)
         self._compiled: dict[tuple[Any, torch.dtype], Callable[..., Any]] = {}
 
     def store(
@@ -225,3 +224,13 @@ class NumbaKernels:
             function.compile(signature)
             entry = self._compiled[function, dtype] = function.overloads[signature].entry_point
         return entry
+
+
+def _offset_table(rotary: RotaryTable, window: int, tokens: int, channels: int) -> torch.Tensor:
+    """cos, cos + sin and sin - cos of the positions within a window, in vectors of coded keys.
+
+    float32 ``[W / tokens, rotary_dim / 2 / channels, 3, tokens, channels]``.
+    """
+    cos, sin = rotary.in_window(window).chunk(2, dim=1)
+    table = torch.stack([cos, cos + sin, sin - cos]).view(3, window // tokens, tokens, -1, channels)
+    return table.permute(1, 3, 0, 2, 4).contiguous()

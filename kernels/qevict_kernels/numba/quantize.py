@@ -391,7 +391,7 @@ def decode_window(
         return e.offset(e.offset(record, start), e.b.mul(index, I64(dim * group * bits // 8)))
 
     def number(words: ir.Value, i: int, bits: int, scale: ir.Value, zero: ir.Value) -> ir.Value:
-        code = e.b.sitofp(e.code_as_int(words, i, bits), scale.type)
+        code = e.code_as_number(words, i, bits)
         return e.fadd(zero, e.fmul(code, scale))
 
     with e.loop(spec.window // group) as index:

@@ -11,6 +11,7 @@ carries the geometry, so that
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,20 @@ class Spec:
     def fp16_params(self) -> bool:
         """Whether scales and zeros are float16 (else bytes with a second level)."""
         return self.geometry.params is ParamFormat.FP16
+
+    @property
+    def key_tile(self) -> tuple[int, int]:
+        """(tokens, channels) of one vector of coded keys.
+
+        Each 128-bit lane holds four channels of a token of its own: sums over channels then
+        stay inside the lanes, and there are few. Where that does not divide, all channels that
+        fit and one token.
+        """
+        channels = math.gcd(self.lanes, self.rotary_dim // 2, self.head_dim - self.rotary_dim)
+        tokens = self.lanes // 4
+        if channels % 4 or self.geometry.code_group % tokens:
+            return 1, channels
+        return tokens, 4
 
     @property
     def name(self) -> str:
