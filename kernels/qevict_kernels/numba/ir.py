@@ -257,11 +257,6 @@ class Emitter:
         """a >> bits (logical)"""
         return self.b.lshr(a, _like(I32, a)([I32(bits)] * _lanes(a))) if bits else a
 
-    def code_as_int(self, words: ir.Value, index: int, bits: int) -> ir.Value:
-        """Code ``index`` of each word as int32."""
-        mask = self.splat_int((1 << bits) - 1, _lanes(words))
-        return self.b.and_(self.lshr(words, index * bits), mask)
-
     def as_float(self, a: ir.Value) -> ir.Value:
         """The bits of an int32 read as float32."""
         return self.b.bitcast(a, _like(F32, a))
