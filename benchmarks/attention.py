@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from qevict_kernels.interface import FullArena, LayerView
 from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.memory import arena_memory
 from qevict_kernels.numba import NumbaKernels
 from qevict_kernels.numba.spec import host_lanes
 from qevict_kernels.reference import ReferenceKernels
@@ -98,13 +100,12 @@ class Tiered:
         self.reference = ReferenceKernels(geometry, rotary)
         columns = context // geometry.window
         num_full, num_coded = batch * self.full_windows, batch * self.coded_windows
-        data = torch.randn(
-            num_full, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim
-        ).bfloat16()
+        shape = (num_full, 2, geometry.num_kv_heads, geometry.window, geometry.head_dim)
+        data = arena_memory(num_full * geometry.full_window_bytes).view(torch.bfloat16).view(shape)
+        data.normal_()
         self.full = FullArena(data[:, 0], data[:, 1])
-        self.coded = torch.empty(
-            num_coded, geometry.num_kv_heads, geometry.record.record_bytes, dtype=torch.uint8
-        )
+        record = (geometry.num_kv_heads, geometry.record.record_bytes)
+        self.coded = arena_memory(num_coded * math.prod(record)).view(num_coded, *record)
         windows = torch.empty(batch, columns, dtype=torch.int32)
         pages = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
         full_slot = torch.full((batch * columns,), -1, dtype=torch.int32)

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from qevict_kernels import make_kernels
 from qevict_kernels.layout import WindowGeometry
+from qevict_kernels.memory import arena_memory
 from qevict_kernels.rope import RotaryTable
 from qevict_tiers.budget import WindowBudget
 from qevict_tiers.config import Heads, TieringConfig
@@ -340,7 +341,7 @@ class _Tiers:
         self.manager = TierManager(
             budget,
             kernels,
-            torch.zeros(plan.arena_bytes, dtype=torch.uint8),
+            arena_memory(plan.arena_bytes),
             plan.num_pages,
             batch + 1,
             plan.max_windows,

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from qevict_kernels.memory import arena_memory
 from qevict_tiers.observer import Shortage
 from sglang_qevict.admission import TieredPrefillBudget
 from sglang_qevict.fairness import FairPrefillBudget
@@ -25,7 +26,7 @@ class TieredKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan = runtime.require_plan()
-        self.storage = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=self.device)
+        self.storage = arena_memory(plan.arena_bytes, self.device)
         self.k_buffer: list[torch.Tensor] = []
         self.v_buffer: list[torch.Tensor] = []
         self.k_scale_buffer = self.v_scale_buffer = None

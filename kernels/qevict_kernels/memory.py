@@ -1,12 +1,33 @@
-"""Memory moves in plain torch, shared by backends that need nothing faster."""
+"""The memory of arenas, and moves within it in plain torch for backends that need no more."""
 
 from __future__ import annotations
+
+import mmap
+from contextlib import suppress
 
 import torch
 
 from qevict_kernels.interface import FullArena
 
-__all__ = ["TorchMemory"]
+__all__ = ["TorchMemory", "arena_memory"]
+
+
+def arena_memory(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Zeros for an arena, uint8 ``[num_bytes]``; in huge pages where the CPU's kernel grants them.
+
+    A step reads windows that lie anywhere: in small pages most of them cost a walk through the
+    page tables. All of it is taken at once. Raises ``MemoryError``, or what torch raises for
+    other devices.
+    """
+    if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for an arena of {num_bytes / 2**20:,.0f} MiB") from error
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 class TorchMemory:
